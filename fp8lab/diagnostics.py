@@ -1,0 +1,115 @@
+"""How far apart are the two engines? Metrics over the log-probs of the same tokens, and a byte-for-byte check of the weights.
+
+g is the rollout's log-prob of a sampled token, t the trainer's at the same weights, d = t - g. Every mean runs over masked-in tokens
+with finite log-probs; the others are counted. Names and formulas are NeMo RL's (nemo_rl/algorithms/loss/loss_functions.py and
+its docs/guides/grpo.md), so a number here can be held against a number on a cluster. exp() of anything is taken with the
+exponent clamped to +-20.
+
+Left out: verl's set, per-sequence variants, attribution to layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8lab.linear import float8_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchReport:
+    """Distances between rollout and trainer over the sampled tokens; 1.0 is perfect for the first and last ratio, 0 for the KLs."""
+
+    token_mult_prob_error: float
+    """mean exp(|d|): by what factor the probability of a token is off. NeMo RL: above 1.05 needs investigation."""
+    gen_kl_error: float
+    """KL(rollout || trainer), k3: mean exp(d) - d - 1."""
+    policy_kl_error: float
+    """The same with the roles swapped: mean exp(-d) + d - 1 (still over tokens the rollout sampled)."""
+    js_divergence_error: float
+    """Jensen-Shannon in NeMo RL's form, with M = log(e^t/2 + e^g/2)."""
+    sampling_importance_ratio: float
+    """mean exp(d), before any truncation; it should hover at 1."""
+    mean_abs_difference: float
+    """mean |d|, in nats."""
+    max_abs_difference: float
+    """max |d|, in nats."""
+    tokens: int
+    """Tokens compared."""
+    nonfinite_tokens: int
+    """Masked-in tokens left out because a log-prob was not finite."""
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields by name."""
+        return dict(self.__dict__)
+
+
+def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor) -> MismatchReport:
+    """Compare log-probs of the same tokens under both engines.
+
+    All (B, T), mask bool. Values outside the mask never matter. With no usable token the distances are those of equal engines and
+    `tokens` is 0. ValueError if the shapes differ.
+    """
+    if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
+        shapes = [tuple(t.shape) for t in (rollout_logprobs, trainer_logprobs, mask)]
+        raise ValueError(f"rollout, trainer and mask have shapes {shapes}; they must be one (B, T)")
+    mask = mask.bool()
+    finite = rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
+    g, t = (x.detach()[mask & finite].double() for x in (rollout_logprobs, trainer_logprobs))
+    d = t - g
+    middle = torch.logaddexp(t, g) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+
+    def mean(x: torch.Tensor, empty: float) -> float:
+        return x.mean().item() if len(x) else empty
+
+    return MismatchReport(
+        token_mult_prob_error=mean(_exp(d.abs()), 1.0),
+        gen_kl_error=mean(_k3(d), 0.0),
+        policy_kl_error=mean(_k3(-d), 0.0),
+        js_divergence_error=mean((_k3(t - middle) + _k3(g - middle)) / 2, 0.0),
+        sampling_importance_ratio=mean(_exp(d), 1.0),
+        mean_abs_difference=mean(d.abs(), 0.0),
+        max_abs_difference=d.abs().max().item() if len(d) else 0.0,
+        tokens=len(d),
+        nonfinite_tokens=int((mask & ~finite).sum()),
+    )
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-20, 20).exp()
+
+
+def _k3(x: torch.Tensor) -> torch.Tensor:
+    """exp(x) - x - 1 >= 0: an unbiased, low-variance KL estimate from samples (Schulman, 2020)."""
+    return _exp(x) - x - 1
+
+
+def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict[str, str]:
+    """Layers whose weight the two sides do not hold as the same bytes, with the reason; empty means proven equal.
+
+    Compares the FP8 codes and scales (or BF16 values) each side multiplies with, and every other weight in float32.
+    """
+    ours, theirs = dict(float8_layers(trainer_model)), dict(float8_layers(rollout_model))
+    found = {name: "only on one side" for name in ours.keys() ^ theirs.keys()}
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].quantized, theirs[name].quantized
+        if (a.packed is None) != (b.packed is None):
+            found[name] = f"trainer {ours[name].precision}, rollout {theirs[name].precision}"
+        elif a.packed is not None and a.packed.rule != b.packed.rule:
+            found[name] = f"scale rules differ: trainer {a.packed.rule}, rollout {b.packed.rule}"
+        elif a.packed is not None and not a.packed.same_bytes(b.packed):
+            found[name] = f"{(a.packed.codes != b.packed.codes).sum()} codes or their scales differ"
+        elif not _same_bits(a.values, b.values):
+            found[name] = f"{(a.values != b.values).sum()} values differ"
+    planned = {f"{name}.weight" for name in ours}
+    b_state = rollout_model.state_dict()
+    for name, tensor in trainer_model.state_dict().items():
+        if name not in planned and not (name in b_state and _same_bits(tensor, b_state[name])):
+            found[name] = "float32 weights differ"
+    return found
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

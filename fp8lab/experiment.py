@@ -1,0 +1,234 @@
+"""One run of the whole loop, described by one frozen config, logged as it goes, and resumable bit for bit.
+
+    for step in 1..steps:
+        rollout = engine.generate(prompts)          sample under the rollout side's precision
+        rewards = task.reward(...)                  a program says what was right
+        metrics = trainer.step(rollout, rewards)    learn under the trainer side's precision
+        engine.refit(trainer)                       new weights, quantized anew
+
+Every random number comes from a generator seeded by (seed, purpose, step), so there is no random state to save: a run that was
+killed continues as if nothing had happened. Data order, sampling noise and evaluation prompts are the same for all arms with
+the same seed, which is what makes their differences paired.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8lab.grpo import GRPOConfig
+from fp8lab.precision import PrecisionPlan
+from fp8lab.rollout import NativeEngine, SamplingParams
+from fp8lab.runlog import RunLog
+from fp8lab.tasks import Task, load_task, prompt_batch
+from fp8lab.trainer import Trainer
+
+Callback = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Everything one run depends on."""
+
+    name: str = "bf16"
+    model: str = "tiny-llama"
+    """A model shipped in data/, a folder, or a hub name."""
+    task: str = "arithmetic"
+    """See tasks.load_task."""
+    plan: PrecisionPlan = field(default_factory=lambda: PrecisionPlan.preset("bf16"))
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    steps: int = 100
+    prompts_per_step: int = 128
+    """Prompts a step; each gets grpo.num_generations completions."""
+    max_completion_length: int = 6
+    """Longest completion in tokens, end-of-sequence included."""
+    temperature: float = 1.0
+    rollout_kernels: str = "default"
+    """`other`: the rollout engine adds in another order than the trainer, as two real engines do."""
+    seed: int = 0
+    eval_every: int = 10
+    """Steps between evaluations on validation prompts; there is one before the first step and one after the last."""
+    eval_prompts: int = 256
+    """Validation prompts per evaluation; the last evaluation takes all of them."""
+    eval_samples: int = 2
+    """Sampled answers per prompt; accuracy is their mean, at the training temperature."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+    allow_uncorrected_fp8_rollout: bool = False
+    """FP8 rollouts without importance sampling are refused unless this says it is meant (an ablation)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "max_completion_length", "eval_every", "eval_prompts", "eval_samples"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer >= 1")
+        if type(self.checkpoint_every) is not int or self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}; it must be an integer >= 1")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; RL needs a temperature > 0 (greedy never explores)")
+        if self.plan.rollout.linear.is_fp8 and self.grpo.importance_sampling == "none":
+            if not self.allow_uncorrected_fp8_rollout:
+                raise ValueError(
+                    "FP8 rollout with importance_sampling='none' learns from samples of another policy as if they were its own; "
+                    "use 'is' or 'tis', or set allow_uncorrected_fp8_rollout=True if this is the ablation you want"
+                )
+            warnings.warn("FP8 rollout without importance sampling: the gradient is biased (ablation)", stacklevel=3)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and scalars, for JSON and YAML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ExperimentConfig:
+        """The config `to_dict` wrote. `plan` may also be a preset name. ValueError names unknown keys."""
+        data = dict(data)
+        for kind, values in ((cls, data), (GRPOConfig, data.get("grpo", {}))):
+            known = {f.name for f in dataclasses.fields(kind)}
+            if unknown := sorted(set(values) - known):
+                raise ValueError(f"unknown keys {unknown} for {kind.__name__}; allowed: {', '.join(sorted(known))}")
+        plan = data.pop("plan", "bf16")
+        data["plan"] = PrecisionPlan.preset(plan) if isinstance(plan, str) else PrecisionPlan.from_dict(plan)
+        data["grpo"] = GRPOConfig(**data.get("grpo", {}))
+        return cls(**data)
+
+
+class Loop:
+    """The live objects of a run: task, trainer, engine. Notebooks use it to take the steps one by one."""
+
+    def __init__(self, config: ExperimentConfig, task: Task | None = None) -> None:
+        self.config = config
+        self.task = task or load_task(config.task)
+        self.trainer = Trainer(config.model, config.plan, config.grpo)
+        self.engine = NativeEngine(
+            self.trainer.model, config.plan, tokenizer=self.trainer.tokenizer, kernels=config.rollout_kernels
+        )
+        self.seconds: dict[str, float] = {}
+
+    def step(self, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Take step `number` (from 1): the metrics row and a few samples."""
+        config = self.config
+        batch = prompt_batch(self.task.train, config.prompts_per_step, config.seed, number)
+        with self._timed("rollout"):
+            rollout = self.engine.generate(batch["prompt"], self._sampling(), seed=stream(config.seed, "rollout", number))
+        with self._timed("reward"):
+            rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
+        with self._timed("train"):
+            metrics = self.trainer.step(rollout, rewards)
+        with self._timed("refit"):
+            self.engine.refit(self.trainer)
+        chosen = range(0, len(rewards), max(1, len(rewards) // 4))
+        prompts = [p for p in batch["prompt"] for _ in range(config.grpo.num_generations)]
+        samples = [
+            {"step": number, "prompt": prompts[i], "completion": rollout.completions[i], "reward": rewards[i]} for i in chosen
+        ]
+        return {"step": number, **metrics}, samples[:4]
+
+    def evaluate(self, number: int, *, final: bool = False) -> dict[str, float]:
+        """Sampled accuracy on validation prompts with the rollout engine, at the training temperature."""
+        config = self.config
+        dataset = self.task.validation
+        size = len(dataset) if final else min(config.eval_prompts, len(dataset))
+        batch = dataset[:size]
+        with self._timed("evaluate"):
+            sampling = dataclasses.replace(self._sampling(), n=config.eval_samples * (2 if final else 1))
+            rollout = self.engine.generate(batch["prompt"], sampling, seed=stream(config.seed, "evaluate", number))
+            rewards = self._grade(batch, rollout.completions, sampling.n)
+        return {"validation_accuracy": sum(rewards) / len(rewards), "validation_samples": len(rewards)}
+
+    def _sampling(self) -> SamplingParams:
+        config = self.config
+        return SamplingParams(
+            n=config.grpo.num_generations, temperature=config.temperature, max_tokens=config.max_completion_length
+        )
+
+    def _grade(self, batch: dict[str, list], completions: tuple[str, ...], n: int) -> list[float]:
+        columns = {key: [v for v in values for _ in range(n)] for key, values in batch.items()}
+        prompts = columns.pop("prompt")
+        return self.task.reward(prompts, list(completions), **columns)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def run(
+    config: ExperimentConfig,
+    out: str | Path,
+    *,
+    on_step: Callback | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> RunLog:
+    """Run an experiment into the new folder `out`.
+
+    on_step(row) is called after every logged step. should_stop() is asked between steps; a stopped run is checkpointed and
+    can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already.
+    """
+    with RunLog(out) as log:
+        log.start(config.to_dict())
+        _continue(Loop(config), log, 0, on_step, should_stop)
+    return log
+
+
+def resume(
+    out: str | Path, *, on_step: Callback | None = None, should_stop: Callable[[], bool] | None = None
+) -> RunLog:
+    """Go on with the run in `out` from its last checkpoint; the logs end up the same as if it had never stopped."""
+    log = RunLog(out)
+    config = ExperimentConfig.from_dict(log.config)
+    with log:
+        checkpoint = log.latest_checkpoint()
+        loop = Loop(config)
+        if checkpoint is not None:
+            loop.trainer.load(checkpoint[1])
+            loop.engine.refit(loop.trainer)
+        step = checkpoint[0] if checkpoint else 0
+        log.rewind(step if checkpoint else -1)
+        if step < config.steps:
+            _continue(loop, log, step, on_step, should_stop)
+    return log
+
+
+def _continue(loop: Loop, log: RunLog, step: int, on_step: Callback | None, should_stop) -> None:
+    config = loop.config
+
+    def record(row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        for sample in samples:
+            log.append("samples", sample)
+        log.append("timing", {"step": row["step"], **loop.seconds})
+        log.append("metrics", row)
+        loop.seconds.clear()
+        if on_step is not None:
+            on_step(row)
+
+    def checkpoint() -> None:
+        loop.trainer.save(log.checkpoint_folder(step))
+        log.prune_checkpoints()
+
+    if step == 0:
+        record({"step": 0, **loop.evaluate(0)}, [])
+    while step < config.steps:
+        if should_stop is not None and should_stop():
+            checkpoint()
+            return
+        step += 1
+        row, samples = loop.step(step)
+        last = step == config.steps
+        if last or step % config.eval_every == 0:
+            row |= loop.evaluate(step, final=last)
+        record(row, samples)
+        if last or step % config.checkpoint_every == 0:
+            checkpoint()
+
+
+def stream(seed: int, purpose: str, step: int) -> int:
+    """The 63-bit seed of one random stream at one step."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

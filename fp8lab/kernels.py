@@ -1,0 +1,165 @@
+"""CPU kernels: block quantization in one pass over memory, compiled by numba.
+
+`quantize_blocks` reads a row of blocks once to find each block's amax, and again, from cache, to round it. Plain torch
+needs about ten passes (abs, amax, divide, clamp, cast, ...). The arithmetic is the one of `formats.Float8Format.round`
+and `quantizers.ScaleRule.scale`, which stay as the readable reference; tests hold the two together bit for bit.
+
+Rounding to p significant bits without an FP8 instruction is Dekker's splitting: with t = y * (2^(24-p) + 1),
+t - (t - y) is y rounded to nearest even with p bits. Below the smallest normal number the spacing is constant, and adding
+and subtracting 1.5 * 2^23 * spacing rounds to it.
+
+Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows over a small Python thread
+pool. That avoids numba's own threading layers, one of which aborts the process when two threads call it (a training
+thread beside a notebook's plots, say). Compiled code is cached on disk, so only the first call ever pays (about 2 s).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numba import njit
+
+from fp8lab.formats import Float8Format
+
+_SPLIT_ABOVE = 1 << 18  # elements; below this a second thread costs more than it saves
+_pool: ThreadPoolExecutor | None = None
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)  # a forked child has no pool threads
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _scale_of(amax, max_value, max_exponent, pow2):
+    """`ScaleRule.scale` for one block: amax / max, or the power of two above it from the exponent bits."""
+    scale = np.float32(amax / max_value)
+    if scale == np.float32(0):
+        return np.float32(1)  # an empty block, or one whose amax / max underflows
+    if pow2:
+        mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+        power = exponent - 1 - max_exponent  # max = 1.75 * 2^max_exponent for E4M3 and E5M2
+        if mantissa > 0.875:
+            power += 1
+        return np.float32(math.ldexp(1.0, max(power, -127)))
+    return scale
+
+
+@njit(nogil=True, cache=True)
+def _quantize(x, bits, first, last, block, max_value, max_exponent, mantissa_bits, pow2, values, codes, scales, bad):
+    """Quantize block rows first..last of the matrix x, whose bit patterns are `bits` (int32); see quantize_blocks.
+
+    `values` is written as int32 bit patterns, so that the sign is copied without a branch; bad: non-finite elements per
+    block row. The largest magnitude is found by comparing bit patterns as integers, which vectorizes and exposes NaN and
+    infinity, whose patterns are the largest of all.
+    """
+    split = np.float32(2.0 ** (23 - mantissa_bits) + 1)  # Dekker's factor for mantissa_bits + 1 significant bits
+    bias = 15 if mantissa_bits == 2 else 7
+    min_normal = np.float32(2.0 ** (1 - bias))
+    magic = np.float32(min_normal * 2.0**-mantissa_bits * 1.5 * 2.0**23)
+    per_unit = np.float32(2.0**mantissa_bits / min_normal)  # subnormal value -> mantissa field
+    sign = np.int32(-(2**31))
+    magnitude = np.int32(0x7FFFFFFF)
+    infinity = np.int32(0x7F800000)
+    shift = 23 - mantissa_bits
+    offset = (127 - bias) << mantissa_bits
+    rows, cols = x.shape
+    rounded = np.empty(min(block[1], cols), np.float32)
+    for block_row in range(first, last):
+        top = block_row * block[0]
+        bottom = min(top + block[0], rows)
+        bad[block_row] = 0
+        for b in range(scales.shape[1]):
+            left = b * block[1]
+            right = min(left + block[1], cols)
+            largest = np.int32(0)
+            for r in range(top, bottom):
+                row = bits[r, left:right]
+                for j in range(row.size):
+                    pattern = np.int32(row[j] & magnitude)
+                    largest = pattern if pattern > largest else largest
+            clean = largest < infinity
+            if not clean:  # rare: look again at the finite elements only
+                largest = np.int32(0)
+                for r in range(top, bottom):
+                    for pattern in bits[r, left:right]:
+                        if np.int32(pattern & magnitude) < infinity:
+                            largest = max(largest, np.int32(pattern & magnitude))
+                        else:
+                            bad[block_row] += 1
+            scale = _scale_of(np.int32(largest).view(np.float32), max_value, max_exponent, pow2)
+            scales[block_row, b] = scale
+            for r in range(top, bottom):
+                row, out = x[r, left:right], rounded[: right - left]
+                for j in range(row.size):
+                    y = abs(row[j]) / scale
+                    y = max_value if y > max_value else y
+                    t = y * split
+                    normal = t - (t - y)
+                    subnormal = (y + magic) - magic
+                    out[j] = subnormal if y < min_normal else normal
+                signs, value = bits[r, left:right], values[r, left:right]
+                for j in range(row.size):
+                    value[j] = np.int32(np.float32(out[j] * scale).view(np.int32) | np.int32(signs[j] & sign))
+                if codes.shape[0] > 0:
+                    code = codes[r, left:right]
+                    for j in range(row.size):
+                        q = out[j]
+                        normal_code = (np.float32(q).view(np.int32) >> shift) - offset
+                        subnormal_code = np.int32(q * per_unit)
+                        field = subnormal_code if q < min_normal else normal_code
+                        code[j] = np.uint8(field | ((signs[j] >> 24) & 128))
+                if not clean:
+                    for j in range(row.size):
+                        if np.int32(signs[j] & magnitude) >= infinity:
+                            value[j] = 0x7FC00000  # NaN
+                            if codes.shape[0] > 0:
+                                codes[r, left + j] = 127
+
+
+def quantize_blocks(
+    x: torch.Tensor, block: tuple[int, int], fmt: Float8Format, pow2: bool, want_codes: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]:
+    """Quantize a CPU matrix in blocks of `block` = (rows, cols).
+
+    x: (N, K) float32, contiguous. Returns values (N, K) float32 = code value * scale, codes (N, K) uint8 or None,
+    scale (ceil(N / rows), ceil(K / cols)) float32, and the number of non-finite elements.
+    """
+    rows, cols = x.shape
+    grid = (-(-rows // block[0]), -(-cols // block[1]))
+    values = torch.empty_like(x)
+    codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 0), dtype=torch.uint8)
+    scale = torch.empty(grid, dtype=torch.float32)
+    counts = np.zeros(grid[0], dtype=np.int64)
+    exponent = math.frexp(fmt.max)[1] - 1
+    settings = (block, np.float32(fmt.max), exponent, fmt.mantissa_bits, pow2)
+    arrays = (values.numpy().view(np.int32), codes.numpy(), scale.numpy(), counts)
+    source = x.detach().numpy()
+    source = (source, source.view(np.int32))
+    threads = min(torch.get_num_threads(), grid[0])
+    if x.numel() < _SPLIT_ABOVE or threads == 1:
+        _quantize(*source, 0, grid[0], *settings, *arrays)
+    else:
+        bounds = np.linspace(0, grid[0], threads + 1).astype(int)
+        jobs = [
+            _threads().submit(_quantize, *source, int(bounds[i]), int(bounds[i + 1]), *settings, *arrays)
+            for i in range(threads)
+        ]
+        for job in jobs:
+            job.result()
+    return values, codes if want_codes else None, scale, int(counts.sum())
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1), thread_name_prefix="fp8lab-quantize")
+    return _pool

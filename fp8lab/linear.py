@@ -1,0 +1,189 @@
+"""Float8Linear: a linear layer whose three GEMMs take FP8 (or BF16) operands.
+
+    output      = Q(x)  @ Q(w)^T      x in 1x128 blocks along K, w in 128x128 blocks
+    grad_input  = Q(g)  @ Q(w)        g in 1x128 blocks along N, w the same bytes, read transposed
+    grad_weight = Q(g^T) @ Q(x^T)^T   both quantized again, from high precision, in 1x128 blocks along *tokens*
+
+Each GEMM sums over another dimension, and the blocks of an operand lie along the dimension that is summed, which is why x and
+g are quantized twice, from the original and never from the other copy (33 dB against 29 dB). The square weight block serves
+both directions. Recipe: DeepSeek-V3 (arXiv:2412.19437, section 3.3), Transformer Engine's Float8BlockScaling.
+
+Here the backend is `emulated`: operands are rounded to their format and held in float32, the GEMM runs in float32 and its
+output is rounded to BF16. Tensor cores accumulate in (nearly) float32 as well, so this is faithful to what FP8 hardware
+computes, and on a CPU without BF16 units it is also the fastest way. BF16 layers are emulated by the same class in the
+same way, so arms differ in the format alone. The weight stays a float32 master `nn.Parameter`; its quantized copy is a cache,
+refreshed explicitly (`refresh`) by the trainer's step, by a refit and by loading, and never pickled.
+
+Left out: real FP8 GEMMs (`torch.nn.functional.scaled_mm`, Transformer Engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8lab.formats import round_bf16
+from fp8lab.precision import FP8, LinearPrecision
+from fp8lab.quantizers import BlockQuantizer, QuantizedTensor
+
+KERNELS = ("default", "other")
+_real_tokens: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
+
+
+@contextmanager
+def real_tokens(mask: torch.Tensor) -> Iterator[None]:
+    """Within this block, grad_weight sums over the tokens where mask (bool, the leading shape of x) is True.
+
+    Padding has no gradient, but it would shift the 128-token blocks, so real tokens are packed before they are quantized.
+    """
+    token = _real_tokens.set(mask)
+    try:
+        yield
+    finally:
+        _real_tokens.reset(token)
+
+
+class QuantizedWeight(NamedTuple):
+    """The cached copy of a weight: what the GEMM multiplies, and the bytes it stands for."""
+
+    values: torch.Tensor
+    """(N, K) float32, dequantized (or rounded to BF16)."""
+    packed: QuantizedTensor | None
+    """Codes and scales; None for BF16."""
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear with per-operand precision; same parameters, same state dict keys, (..., K) -> (..., N) float32."""
+
+    precision: LinearPrecision
+    kernels: str
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, precision: LinearPrecision, kernels: str = "default") -> Float8Linear:
+        """A Float8Linear that shares the parameters of `linear`.
+
+        kernels: `default` is one float32 matmul; `other` adds up K in tiles of 64 from the far end, which gives another
+        last bit: a stand-in for a second engine's kernels.
+        """
+        if kernels not in KERNELS:
+            raise ValueError(f"kernels is {kernels!r}; allowed: {', '.join(KERNELS)}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.precision, layer.kernels, layer._cache = precision, kernels, None
+        layer.train(linear.training)
+        return layer
+
+    def refresh(self) -> None:
+        """Quantize the current weight; call it after every change of the weight."""
+        self._cache = None if self.weight.is_meta else quantize_weight(self.weight, self.precision)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The quantized copy of the weight as of the last refresh."""
+        if self._cache is None:
+            self.refresh()
+        return self._cache
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N): the GEMM `output`; its gradients run the other two."""
+        shape = x.shape[:-1]
+        mask = _real_tokens.get()
+        if mask is not None and mask.shape != shape:
+            mask = None  # e.g. logits of selected positions: nothing to pack
+        flat = None if mask is None else mask.reshape(-1)
+        y = _Float8Matmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self, flat)
+        return y.view(*shape, self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.precision}, backend=emulated" + (
+            "" if self.kernels == "default" else f", kernels={self.kernels}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": None}
+
+    def _apply(self, fn, recurse: bool = True):
+        self._cache = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._cache = None
+
+
+def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> QuantizedWeight:
+    """The copy of a float32 master weight (N, K) that a layer of this precision multiplies with."""
+    weight = weight.detach()
+    source = round_bf16(weight) if precision.weight == "bf16" or precision.weight_source == "bf16" else weight
+    if precision.weight == "bf16":
+        return QuantizedWeight(source, None)
+    packed, values = BlockQuantizer(precision.weight_block, precision.weight, precision.rule).quantize_both(source)
+    return QuantizedWeight(values, packed)
+
+
+def round_operand(x: torch.Tensor, fmt: str, precision: LinearPrecision) -> torch.Tensor:
+    """An activation or gradient operand (M, K) rounded to fmt in 1 x group blocks along K, held in float32."""
+    if fmt in FP8:
+        return BlockQuantizer((1, precision.group), fmt, precision.rule).fake_quantize(x)
+    return round_bf16(x)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, kernels: str = "default") -> torch.Tensor:
+    """a (M, K) @ b (N, K)^T -> (M, N), accumulated in float32 in the order of `kernels`."""
+    if kernels == "default":
+        return F.linear(a, b)
+    tiles = zip(a.split(64, dim=1)[::-1], b.split(64, dim=1)[::-1], strict=True)
+    first_a, first_b = next(tiles)
+    total = F.linear(first_a, first_b)
+    for tile_a, tile_b in tiles:
+        total += F.linear(tile_a, tile_b)
+    return total
+
+
+class _Float8Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer: Float8Linear, mask):
+        precision, values = layer.precision, layer.quantized.values
+        ctx.save_for_backward(x, values, mask)
+        ctx.precision, ctx.kernels, ctx.has_bias = precision, layer.kernels, bias is not None
+        y = matmul(round_operand(x, precision.activation, precision), values, layer.kernels)
+        if bias is not None:
+            y = y + bias
+        return round_bf16(y) if precision.output == "bf16" else y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values, mask = ctx.saved_tensors
+        precision, kernels = ctx.precision, ctx.kernels
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            rounded = round_operand(grad, precision.gradient, precision)
+            grad_input = matmul(rounded, values.t(), kernels)
+            grad_input = round_bf16(grad_input) if precision.output == "bf16" else grad_input
+        if ctx.needs_input_grad[1]:
+            real_g, real_x = (grad, x) if mask is None else (grad[mask], x[mask])
+            g_t = round_operand(real_g.t(), precision.gradient, precision)
+            x_t = round_operand(real_x.t(), precision.activation, precision)
+            grad_weight = matmul(g_t, x_t, kernels)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(dim=0)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    """(name, layer) of every Float8Linear in the model."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, Float8Linear))
+
+
+def refresh(model: nn.Module) -> None:
+    """Requantize every weight of the model from its float32 master: after a step, a refit or a load."""
+    for _, layer in float8_layers(model):
+        layer.refresh()

@@ -1,0 +1,175 @@
+"""A run directory: everything needed to look at a run, and to go on with it.
+
+    config.json        what was asked for
+    environment.json   versions, machine, threads, commit
+    metrics.jsonl      a line a step, deterministic values only: the same seed gives the same bytes
+    timing.jsonl       seconds per phase, a line a step
+    samples.jsonl      a few completions a step
+    checkpoints/       step-000020/: model, optimizer
+
+Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can therefore lose
+only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. A lock keeps a second writer out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+LOGS = ("metrics", "timing", "samples")
+
+
+class RunLog:
+    """The files of one run; use as a context manager to write, directly to read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, IO[str]] = {}
+        self._lock: IO[str] | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What config.json holds; FileNotFoundError with a hint if this is no run directory."""
+        path = self.folder / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{self.folder} is no run directory (it has no config.json)")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def rows(self, log: str = "metrics") -> list[dict[str, Any]]:
+        """The complete lines of `metrics`, `timing` or `samples`; a torn last line is left out."""
+        path = self.folder / f"{log}.jsonl"
+        return read_jsonl(path) if path.is_file() else []
+
+    def __enter__(self) -> RunLog:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise OSError(f"cannot write the run directory {self.folder}: {error.strerror}; choose another --out") from error
+        if not _try_lock(self._lock):
+            self._lock.close()
+            raise RuntimeError(f"{self.folder} is being written by another process; wait for it, or choose another folder")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Begin a run: write config.json and environment.json. FileExistsError if the folder already holds a run."""
+        if (self.folder / "config.json").exists():
+            raise FileExistsError(f"{self.folder} already holds a run; resume it, or choose another folder")
+        write_atomically(self.folder / "environment.json", json.dumps(environment(), indent=1))
+        write_atomically(self.folder / "config.json", json.dumps(config, indent=1))
+
+    def append(self, log: str, row: dict[str, Any]) -> None:
+        """Add a line to a log and flush it."""
+        if log not in self._files:
+            self._files[log] = open(self.folder / f"{log}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._files[log].write(json.dumps(row) + "\n")
+        self._files[log].flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop every log line after `step`, and torn lines."""
+        for log in LOGS:
+            kept = [row for row in self.rows(log) if row["step"] <= step]
+            path = self.folder / f"{log}.jsonl"
+            if path.exists():
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def checkpoint_folder(self, step: int) -> Path:
+        """Where the checkpoint of a step belongs."""
+        return self.folder / "checkpoints" / f"step-{step:06d}"
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """(step, folder) of the newest complete checkpoint, or None. A checkpoint is complete once it has its final name."""
+        found = sorted((self.folder / "checkpoints").glob("step-*"))
+        return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else None
+
+    def prune_checkpoints(self, keep: int = 2) -> None:
+        """Delete all but the newest `keep` checkpoints, and what a killed save left behind."""
+        for folder in sorted((self.folder / "checkpoints").glob("step-*"))[:-keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self.folder / "checkpoints").glob(".step-*.tmp-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file up to the first line that is not complete (a run may have been killed in it)."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write text so that a reader or a crash sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine, threads and commit: what one needs to repeat a run."""
+    import torch
+
+    packages = ("fp8lab", "torch", "transformers", "numpy", "numba", "datasets", "safetensors")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "backend": "emulated",
+        "commit": _commit(),
+        "packages": versions,
+    }
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """An exclusive lock that ends with the process, however it ends."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,268 @@
+"""The trainer side: score a rollout, take one FP8 GRPO step, save and load.
+
+    score   t = log-probs of the sampled tokens under the trainer's own engine and precision
+    step    advantages -> correction weights from (g, t) -> clipped loss -> backward -> clip -> AdamW -> requantize
+
+The model keeps float32 master weights; the plan's trainer side decides what the GEMMs see. After every optimizer update the FP8
+copies are quantized again from the masters, which is the "recalibration" of weight scales.
+
+If there is one update per rollout, its forward pass is also the scoring pass (the weights have not moved yet), so nothing is
+computed twice. Log-probs are taken at the temperature the rollout was sampled with. Sequences are padded on the right and attention is
+causal, so padding needs no attention mask.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8lab import corrections, diagnostics
+from fp8lab.convert import convert
+from fp8lab.grpo import GRPOConfig, group_advantages, policy_loss, reference_kl, token_weights
+from fp8lab.linear import real_tokens, refresh
+from fp8lab.models import load_model, load_tokenizer
+from fp8lab.precision import PrecisionPlan
+from fp8lab.rollout.engine import Rollout
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss or a gradient is NaN or infinite; no weight was changed."""
+
+
+class Trainer:
+    """Learns from rollouts under the trainer side of a plan.
+
+    model: a folder or hub name (loaded in float32), or a float32 model, which is converted in place. `kernels`: see
+    `linear.Float8Linear.from_linear`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        plan: PrecisionPlan,
+        config: GRPOConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        kernels: str = "default",
+    ) -> None:
+        self.plan, self.config = plan, config or GRPOConfig()
+        is_module = isinstance(model, nn.Module)
+        self.model = model if is_module else load_model(model)
+        self.tokenizer = tokenizer if is_module else tokenizer or load_tokenizer(model)
+        self.conversion = convert(self.model, plan, side="trainer", kernels=kernels)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
+        betas = (self.config.adam_beta1, self.config.adam_beta2)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, betas=betas, weight_decay=self.config.weight_decay)
+        self.updates = 0
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout) -> torch.Tensor:
+        """Log-probs (B, T) float32 of the rollout's tokens at the current weights; 0 outside its mask."""
+        return self._score(self.model, rollout)
+
+    def step(self, rollout: Rollout, rewards: Sequence[float] | torch.Tensor) -> dict[str, float]:
+        """Learn from a rollout of whole groups and its rewards (B,); returns metrics, mostly under NeMo RL's names.
+
+        Raises NonFiniteLossError before any weight changes; ValueError for rewards that do not fit. If no token is left to learn
+        from, no update is made and `skipped_updates` says so.
+        """
+        config = self.config
+        rewards = torch.as_tensor(rewards, dtype=torch.float32)
+        if len(rewards) != len(rollout.tokens):
+            raise ValueError(f"{len(rewards)} rewards for {len(rollout.tokens)} completions; there must be one each")
+        advantages = group_advantages(
+            rewards, config.num_generations, scale_rewards=config.scale_rewards, leave_one_out=config.leave_one_out
+        )
+        mask = rollout.mask
+        if config.mask_truncated_completions:
+            mask = mask & rollout.finished[:, None]
+        old = self.score(rollout) if config.updates_per_rollout > 1 else None
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = self._score(self.reference, rollout)
+        trainer_logprobs = torch.zeros_like(rollout.logprobs) if old is None else old
+        totals: dict[str, float] = {}
+        for rows in self._minibatches(len(rewards)):
+            self._update(rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals)
+        return self._metrics(rollout, rewards, mask, advantages, trainer_logprobs, totals)
+
+    def _minibatches(self, size: int) -> Iterator[torch.Tensor]:
+        groups = torch.arange(size).view(-1, self.config.num_generations)
+        for _ in range(self.config.num_iterations):
+            for part in groups.tensor_split(self.config.steps_per_generation):
+                if len(part):
+                    yield part.flatten()
+
+    def _update(self, rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals) -> None:
+        """One optimizer update on `rows`; adds its sums to totals and fills trainer_logprobs if there was no scoring pass."""
+        config = self.config
+        weights = token_weights(mask[rows], config.loss_type, rollout.sampling.max_tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum, clipped, entropy = 0.0, 0.0, 0.0
+        for part in torch.arange(len(rows)).split(config.micro_batch_size):
+            chosen = rows[part]
+            length = int(rollout.lengths[chosen].max())
+            cut = (chosen, slice(0, length))
+            use, g, weight = mask[cut], rollout.logprobs[cut], weights[part, :length]
+            with real_tokens(rollout.attention_mask[cut].bool()):
+                logprobs = self._logprobs(self.model, rollout.tokens[cut], rollout.sampling.temperature)
+                logprobs = torch.where(rollout.mask[cut], logprobs, 0.0)
+                if old is None:
+                    trainer_logprobs[chosen, :length] = logprobs.detach()
+                t = logprobs.detach() if old is None else old[cut]
+                correction = corrections.weights(
+                    g,
+                    t,
+                    use,
+                    mode=config.importance_sampling,
+                    low=config.importance_sampling_min,
+                    high=config.importance_sampling_max,
+                )
+                per_token, was_clipped = policy_loss(logprobs, t, advantages[chosen], config)
+                per_token = per_token * correction.weights
+                if reference is not None:
+                    per_token = per_token + config.beta * reference_kl(logprobs, reference[cut])
+                loss = torch.where(use, per_token * weight, 0.0).sum()
+                self._require_finite("loss", loss)
+                loss.backward()
+            loss_sum += loss.item()
+            clipped += float((was_clipped & use).sum())
+            ratio = torch.where(use, logprobs.detach() - g, 0.0).nan_to_num(0.0).clamp(-20, 20).exp()
+            entropy += float(-(ratio * logprobs.detach())[use].sum())
+            for name, value in correction.statistics.items():
+                share = float(use.sum()) if name == "is_oob_ratio" else 1.0
+                totals[name] = totals.get(name, 0.0) + value * share
+        count = float(mask[rows].sum())
+        for name, value in (("loss", loss_sum), ("clipped", clipped), ("entropy", entropy), ("trained", count)):
+            totals[name] = totals.get(name, 0.0) + value
+        totals["updates"] = totals.get("updates", 0.0) + 1
+        if not bool(weights.any()):
+            totals["skipped_updates"] = totals.get("skipped_updates", 0.0) + 1
+            return
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        self._require_finite("gradient norm", norm)
+        totals["grad_norm"] = totals.get("grad_norm", 0.0) + norm.item()
+        self._optimizer_step()
+
+    def _optimizer_step(self) -> None:
+        self.updates += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        refresh(self.model)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the latest update: a linear rise over warmup_steps, then constant."""
+        return self.config.learning_rate * min(1.0, self.updates / max(1, self.config.warmup_steps))
+
+    def _require_finite(self, what: str, value: torch.Tensor) -> None:
+        if not bool(value.isfinite()):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteLossError(
+                f"the {what} is {value.item()} at update {self.updates + 1}; no weight was changed. Look at the rewards, a smaller "
+                "learning_rate, and the mismatch metrics of the steps before"
+            )
+
+    def _score(self, model: nn.Module, rollout: Rollout) -> torch.Tensor:
+        out = torch.zeros_like(rollout.logprobs)
+        for rows in torch.arange(len(rollout.tokens)).split(self.config.micro_batch_size):
+            length = int(rollout.lengths[rows].max())
+            cut = (rows, slice(0, length))
+            logprobs = self._logprobs(model, rollout.tokens[cut], rollout.sampling.temperature)
+            out[rows, :length] = torch.where(rollout.mask[cut], logprobs, 0.0)
+        return out
+
+    @staticmethod
+    def _logprobs(model: nn.Module, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-prob of each token given those before it, (B, T) float32; 0 for the first."""
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        if temperature not in (0, 1):
+            logits = logits / temperature
+        chosen = tokens[:, 1:, None]
+        logprobs = logits.gather(2, chosen).squeeze(2) - logits.logsumexp(dim=2)
+        return nn.functional.pad(logprobs, (1, 0))
+
+    def _metrics(self, rollout, rewards, mask, advantages, trainer_logprobs, totals) -> dict[str, float]:
+        report = diagnostics.mismatch(rollout.logprobs, trainer_logprobs, rollout.mask)
+        updates, trained = totals["updates"], max(1.0, totals["trained"])
+        groups = rewards.view(-1, self.config.num_generations)
+        used = mask & (trainer_logprobs.isfinite() & rollout.logprobs.isfinite())
+        after = corrections.weights(
+            rollout.logprobs,
+            trainer_logprobs,
+            mask,
+            mode=self.config.importance_sampling,
+            low=self.config.importance_sampling_min,
+            high=self.config.importance_sampling_max,
+        ).weights[used]
+        metrics = {
+            "reward": rewards.mean().item(),
+            "loss": totals["loss"] / updates,
+            "grad_norm": totals.get("grad_norm", 0.0) / max(1.0, updates - totals.get("skipped_updates", 0.0)),
+            "learning_rate": self.learning_rate,
+            **report.as_dict(),
+            "sampling_importance_ratio_corrected": after.mean().item() if len(after) else 1.0,
+            "approx_entropy": totals["entropy"] / trained,
+            "clip_ratio": totals["clipped"] / trained,
+            "clamped_exponents": totals["clamped_exponents"],
+            "skipped_updates": totals.get("skipped_updates", 0.0),
+            "equal_reward_groups": (groups.amax(1) == groups.amin(1)).float().mean().item(),
+            "completion_length": rollout.mask.sum(1).float().mean().item(),
+            "truncated": 1.0 - rollout.finished.float().mean().item(),
+        }
+        if "is_oob_ratio" in totals:
+            metrics["is_oob_ratio"] = totals["is_oob_ratio"] / trained
+        return metrics
+
+    def save(self, folder: str | Path) -> None:
+        """Write model (Hugging Face format, float32), tokenizer and optimizer into `folder`, under a temporary name first."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            self.model.save_pretrained(temporary)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(temporary)
+            tensors = {}
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            for parameter, state in self.optimizer.state.items():
+                for key, value in state.items():
+                    tensors[f"{names[id(parameter)]}:{key}"] = value.detach().contiguous()
+            save_file(tensors, temporary / "optimizer.safetensors")
+            (temporary / "trainer.json").write_text(json.dumps({"updates": self.updates}))
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from what `save` wrote, bit for bit; FileNotFoundError if something is missing."""
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        files = [folder / name for name in ("model.safetensors", "optimizer.safetensors", "trainer.json")]
+        if missing := [p.name for p in files if not p.is_file()]:
+            raise FileNotFoundError(f"{folder} is no trainer checkpoint: {', '.join(missing)} missing")
+        self.model.load_state_dict(load_file(files[0]), strict=self.model.config.tie_word_embeddings is False)
+        self.updates = json.loads(files[2].read_text())["updates"]
+        saved = load_file(files[1])
+        for name, parameter in self.model.named_parameters():
+            keys = [key for key in saved if key.rpartition(":")[0] == name]
+            if keys:
+                self.optimizer.state[parameter] = {key.rpartition(":")[2]: saved[key] for key in keys}
+        refresh(self.model)
