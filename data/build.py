@@ -84,9 +84,7 @@ def mistake(a: int, op: str, b: int, rng: random.Random) -> str:
     wrong = str(right)
     while wrong == str(right):  # a kind may leave the answer unchanged: draw again
         kind = rng.randrange(9)
-        if (
-            kind == 0
-        ):  # the carry (or borrow) is lost where there is one, invented where there is none
+        if kind == 0:  # the carry (or borrow) is lost where there is one, invented where there is none
             wrong = str(right + (-10 if (op == "+") == carries else 10))
         elif kind == 1:  # a digit is replaced (twice as often), dropped or written twice
             i = rng.randrange(len(digits))
@@ -232,9 +230,7 @@ def build_model(folder: Path, kind: str, splits: dict[str, list[Triple]], seed: 
 
 def measured_table(out: Path) -> str:
     """The data card's table, from the `training.json` files that are there."""
-    names = (
-        "model,parameters,steps,seed,one core,final loss,split,sampled,greedy,best of 8,hopeless"
-    )
+    names = "model,parameters,steps,seed,one core,final loss,split,sampled,greedy,best of 8,hopeless"
     rows = [names.split(","), ["---"] * 11]
     for path in sorted(out.glob("*/training.json")):
         r = json.loads(path.read_text(encoding="utf-8"))

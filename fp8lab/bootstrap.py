@@ -72,9 +72,7 @@ def call(command, **options):
     """
     environment = {**os.environ, **options.pop("env", {})}
     interrupted = False
-    with subprocess.Popen(
-        [str(word) for word in command], cwd=str(ROOT), env=environment, **options
-    ) as child:
+    with subprocess.Popen([str(word) for word in command], cwd=str(ROOT), env=environment, **options) as child:
         while True:
             try:
                 code = child.wait()
@@ -158,9 +156,7 @@ def venv_version(folder):
     """The Python version ("3.11.7") of a working environment with pip, or None."""
     script = "import pip, platform; print(platform.python_version())"
     try:
-        answer = subprocess.run(
-            [str(python_of(folder)), "-c", script], capture_output=True, text=True, timeout=120
-        )
+        answer = subprocess.run([str(python_of(folder)), "-c", script], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
@@ -186,9 +182,7 @@ def create_venv(folder):
 def ensure(name):
     """Bring the environment `name` (".venv", ".venv-vllm") up to date; return its Python's path."""
     if not (ROOT / "pyproject.toml").is_file():
-        raise SetupError(
-            f"{ROOT} is not a checkout of fp8lab (no pyproject.toml): nothing to set up here"
-        )
+        raise SetupError(f"{ROOT} is not a checkout of fp8lab (no pyproject.toml): nothing to set up here")
     folder = ROOT / name
     with locked(folder):
         stamp = read_stamp(folder)
@@ -233,9 +227,7 @@ def install(name, torch):
 
 def lab(arguments):
     """Open JupyterLab on notebooks/, or with --headless prove that it works without a browser."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8lab lab", description=lab.__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="python -m fp8lab lab", description=lab.__doc__, allow_abbrev=False)
     parser.add_argument("--headless", action="store_true", help="check, then exit")
     options, rest = parser.parse_known_args(arguments)
     python = ensure(".venv")

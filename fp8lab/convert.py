@@ -3,9 +3,9 @@
     convert(model, plan, side="trainer")     every nn.Linear becomes a Float8Linear that shares its parameters
     restore(model)                           and an nn.Linear again
 
-Parameters keep their identity, so an optimizer made before stays valid, and so do state dict keys, `save_pretrained` and
-tied embeddings. Converting twice, or with another plan, simply applies the latest plan. Modules that are no nn.Linear are left
-alone, among them the fused expert tensors of MoE models, which `Conversion.untouched` names.
+Parameters keep their identity, so an optimizer made before stays valid, and so do state dict keys, `save_pretrained`
+and tied embeddings. Converting twice, or with another plan, simply applies the latest plan. Modules that are no
+nn.Linear are left alone, among them the fused expert tensors of MoE models, which `Conversion.untouched` names.
 """
 
 from __future__ import annotations

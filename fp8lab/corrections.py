@@ -1,16 +1,17 @@
 """Importance sampling between the two engines: weights for tokens that the *other* policy sampled.
 
-The rollout engine draws tokens with log-probability g; the trainer, at the same weights, gives them t. An expectation under the
-trainer's policy is one under the rollout's, reweighted by r = exp(t - g). The correction multiplies each token's policy loss:
+The rollout engine draws tokens with log-probability g; the trainer, at the same weights, gives them t. An expectation
+under the trainer's policy is one under the rollout's, reweighted by r = exp(t - g). The correction multiplies each
+token's policy loss:
 
     none      1                      biased towards what the rollout engine prefers; an ablation for FP8 rollout
-    is        r                      unbiased per token, unbounded (what NeMo RL's use_importance_sampling_correction does)
+    is        r                      unbiased per token, unbounded (NeMo RL's use_importance_sampling_correction)
     tis       clamp(r, low, high)    truncated: a little bias for bounded variance (Yao et al., 2025); NeMo RL's `tis`
     icepop    r if low <= r <= high else 0      a token outside the band is left out (IcePop, Ring-1T, 2025)
 
-All four work on tokens. Weights are always detached. The mask is applied before any exp; the exponent is clamped to +-20 and counted;
-a token with a non-finite log-prob on either side gets weight 0 and is counted.
-Left out: sequence-level and geometric variants.
+All four work on tokens. Weights are always detached. The mask is applied before any exp; the exponent is clamped to
++-20 and counted; a token with a non-finite log-prob on either side gets weight 0 and is counted. Left out:
+sequence-level and geometric variants.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Correction:
 
     weights: torch.Tensor
     statistics: dict[str, float]
-    """`is_oob_ratio`: share of tokens outside [low, high] (tis, icepop); `nonfinite_tokens`; `clamped_exponents`."""
+    """Tokens counted: `oob_tokens` outside [low, high] (tis and icepop only), `nonfinite_tokens`,
+    `clamped_exponents`."""
 
 
 def weights(
@@ -60,11 +62,10 @@ def weights(
         "tis": ratio.clamp(low, high),
         "icepop": torch.where(outside, 0.0, ratio),
     }[mode]
-    count = max(1, int(usable.sum()))
     statistics = {
         "nonfinite_tokens": float((mask & ~finite).sum()),
         "clamped_exponents": float((usable & (difference.abs() > 20)).sum()),
     }
     if mode in ("tis", "icepop"):
-        statistics["is_oob_ratio"] = float((usable & outside).sum()) / count
+        statistics["oob_tokens"] = float((usable & outside).sum())
     return Correction(weights=torch.where(usable, result, 0.0), statistics=statistics)

@@ -1,9 +1,10 @@
-"""How far apart are the two engines? Metrics over the log-probs of the same tokens, and a byte-for-byte check of the weights.
+"""How far apart are the two engines? Metrics over the log-probs of the same tokens, and a byte-for-byte check of the
+weights.
 
-g is the rollout's log-prob of a sampled token, t the trainer's at the same weights, d = t - g. Every mean runs over masked-in tokens
-with finite log-probs; the others are counted. Names and formulas are NeMo RL's (nemo_rl/algorithms/loss/loss_functions.py and
-its docs/guides/grpo.md), so a number here can be held against a number on a cluster. exp() of anything is taken with the
-exponent clamped to +-20.
+g is the rollout's log-prob of a sampled token, t the trainer's at the same weights, d = t - g. Every mean runs over
+masked-in tokens with finite log-probs; the others are counted. Names and formulas are NeMo RL's
+(nemo_rl/algorithms/loss/loss_functions.py and its docs/guides/grpo.md), so a number here can be held against a number
+on a cluster. exp() of anything is taken with the exponent clamped to +-20.
 
 Left out: verl's set, per-sequence variants, attribution to layers.
 """
@@ -20,7 +21,8 @@ from fp8lab.linear import float8_layers
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchReport:
-    """Distances between rollout and trainer over the sampled tokens; 1.0 is perfect for the first and last ratio, 0 for the KLs."""
+    """Distances between rollout and trainer over the sampled tokens; 1.0 is perfect for the first and last ratio, 0 for
+    the KLs."""
 
     token_mult_prob_error: float
     """mean exp(|d|): by what factor the probability of a token is off. NeMo RL: above 1.05 needs investigation."""
@@ -49,8 +51,8 @@ class MismatchReport:
 def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor) -> MismatchReport:
     """Compare log-probs of the same tokens under both engines.
 
-    All (B, T), mask bool. Values outside the mask never matter. With no usable token the distances are those of equal engines and
-    `tokens` is 0. ValueError if the shapes differ.
+    All (B, T), mask bool. Values outside the mask never matter. With no usable token the distances are those of equal
+    engines and `tokens` is 0. ValueError if the shapes differ.
     """
     if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
         shapes = [tuple(t.shape) for t in (rollout_logprobs, trainer_logprobs, mask)]
@@ -92,10 +94,12 @@ def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict
     Compares the FP8 codes and scales (or BF16 values) each side multiplies with, and every other weight in float32.
     """
     ours, theirs = dict(float8_layers(trainer_model)), dict(float8_layers(rollout_model))
-    found = {name: "only on one side" for name in ours.keys() ^ theirs.keys()}
-    for name in ours.keys() & theirs.keys():
+    found = {name: "only on one side" for name in [*ours, *theirs] if (name in ours) != (name in theirs)}
+    for name in (name for name in ours if name in theirs):
         a, b = ours[name].quantized, theirs[name].quantized
-        if (a.packed is None) != (b.packed is None):
+        if a.values.shape != b.values.shape:
+            found[name] = f"shapes differ: trainer {tuple(a.values.shape)}, rollout {tuple(b.values.shape)}"
+        elif (a.packed is None) != (b.packed is None):
             found[name] = f"trainer {ours[name].precision}, rollout {theirs[name].precision}"
         elif a.packed is not None and a.packed.rule != b.packed.rule:
             found[name] = f"scale rules differ: trainer {a.packed.rule}, rollout {b.packed.rule}"
@@ -104,12 +108,15 @@ def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict
         elif not _same_bits(a.values, b.values):
             found[name] = f"{(a.values != b.values).sum()} values differ"
     planned = {f"{name}.weight" for name in ours}
-    b_state = rollout_model.state_dict()
-    for name, tensor in trainer_model.state_dict().items():
-        if name not in planned and not (name in b_state and _same_bits(tensor, b_state[name])):
+    a_state, b_state = trainer_model.state_dict(), rollout_model.state_dict()
+    for name in (name for name in {**a_state, **b_state} if name not in planned):
+        if name not in a_state or name not in b_state:
+            found[name] = "only on one side"
+        elif not _same_bits(a_state[name], b_state[name]):
             found[name] = "float32 weights differ"
     return found
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    a_bytes, b_bytes = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return a.shape == b.shape and torch.equal(a_bytes, b_bytes)

@@ -6,9 +6,9 @@
         metrics = trainer.step(rollout, rewards)    learn under the trainer side's precision
         engine.refit(trainer)                       new weights, quantized anew
 
-Every random number comes from a generator seeded by (seed, purpose, step), so there is no random state to save: a run that was
-killed continues as if nothing had happened. Data order, sampling noise and evaluation prompts are the same for all arms with
-the same seed, which is what makes their differences paired.
+Every random number comes from a generator seeded by (seed, purpose, step), so there is no random state to save: a run
+that was killed continues as if nothing had happened. Data order, sampling noise and evaluation prompts are the same for
+all arms with the same seed, which is what makes their differences paired.
 """
 
 from __future__ import annotations
@@ -65,18 +65,17 @@ class ExperimentConfig:
     """FP8 rollouts without importance sampling are refused unless this says it is meant (an ablation)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "max_completion_length", "eval_every", "eval_prompts", "eval_samples"):
+        counts = ("steps", "prompts_per_step", "max_completion_length", "eval_every", "eval_prompts", "eval_samples")
+        for name in (*counts, "checkpoint_every"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer >= 1")
-        if type(self.checkpoint_every) is not int or self.checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}; it must be an integer >= 1")
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; RL needs a temperature > 0 (greedy never explores)")
         if self.plan.rollout.linear.is_fp8 and self.grpo.importance_sampling == "none":
             if not self.allow_uncorrected_fp8_rollout:
                 raise ValueError(
-                    "FP8 rollout with importance_sampling='none' learns from samples of another policy as if they were its own; "
-                    "use 'is' or 'tis', or set allow_uncorrected_fp8_rollout=True if this is the ablation you want"
+                    "FP8 rollout with importance_sampling='none' learns from samples of another policy as if they were "
+                    "its own; use 'is' or 'tis', or set allow_uncorrected_fp8_rollout=True if that ablation is meant"
                 )
             warnings.warn("FP8 rollout without importance sampling: the gradient is biased (ablation)", stacklevel=3)
 
@@ -104,7 +103,8 @@ class Loop:
     def __init__(self, config: ExperimentConfig, task: Task | None = None) -> None:
         self.config = config
         self.task = task or load_task(config.task)
-        self.trainer = Trainer(config.model, config.plan, config.grpo)
+        updates = config.steps * config.grpo.updates_per_rollout
+        self.trainer = Trainer(config.model, config.plan, config.grpo, max_updates=updates)
         self.engine = NativeEngine(
             self.trainer.model, config.plan, tokenizer=self.trainer.tokenizer, kernels=config.rollout_kernels
         )
@@ -115,7 +115,9 @@ class Loop:
         config = self.config
         batch = prompt_batch(self.task.train, config.prompts_per_step, config.seed, number)
         with self._timed("rollout"):
-            rollout = self.engine.generate(batch["prompt"], self._sampling(), seed=stream(config.seed, "rollout", number))
+            rollout = self.engine.generate(
+                batch["prompt"], self._sampling(), seed=stream(config.seed, "rollout", number)
+            )
         with self._timed("reward"):
             rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
         with self._timed("train"):
@@ -125,7 +127,8 @@ class Loop:
         chosen = range(0, len(rewards), max(1, len(rewards) // 4))
         prompts = [p for p in batch["prompt"] for _ in range(config.grpo.num_generations)]
         samples = [
-            {"step": number, "prompt": prompts[i], "completion": rollout.completions[i], "reward": rewards[i]} for i in chosen
+            {"step": number, "prompt": prompts[i], "completion": rollout.completions[i], "reward": rewards[i]}
+            for i in chosen
         ]
         return {"step": number, **metrics}, samples[:4]
 
@@ -168,12 +171,12 @@ def run(
 ) -> RunLog:
     """Run an experiment into the new folder `out`.
 
-    on_step(row) is called after every logged step. should_stop() is asked between steps; a stopped run is checkpointed and
-    can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already.
+    on_step(row) is called after every logged step. should_stop() is asked between steps; a stopped run is checkpointed
+    and can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already.
     """
     with RunLog(out) as log:
         log.start(config.to_dict())
-        _continue(Loop(config), log, 0, on_step, should_stop)
+        _continue(Loop(config), log, None, on_step, should_stop)
     return log
 
 
@@ -185,18 +188,19 @@ def resume(
     config = ExperimentConfig.from_dict(log.config)
     with log:
         checkpoint = log.latest_checkpoint()
-        loop = Loop(config)
-        if checkpoint is not None:
-            loop.trainer.load(checkpoint[1])
-            loop.engine.refit(loop.trainer)
-        step = checkpoint[0] if checkpoint else 0
-        log.rewind(step if checkpoint else -1)
-        if step < config.steps:
+        step, folder = checkpoint or (None, None)
+        log.rewind(-1 if step is None else step)
+        if step is None or step < config.steps:
+            loop = Loop(config)
+            if folder is not None:
+                loop.trainer.load(folder)
+                loop.engine.refit(loop.trainer)
             _continue(loop, log, step, on_step, should_stop)
     return log
 
 
-def _continue(loop: Loop, log: RunLog, step: int, on_step: Callback | None, should_stop) -> None:
+def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | None, should_stop) -> None:
+    """Take the steps after `step`; None is before the evaluation at step 0."""
     config = loop.config
 
     def record(row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
@@ -212,7 +216,8 @@ def _continue(loop: Loop, log: RunLog, step: int, on_step: Callback | None, shou
         loop.trainer.save(log.checkpoint_folder(step))
         log.prune_checkpoints()
 
-    if step == 0:
+    if step is None:
+        step = 0
         record({"step": 0, **loop.evaluate(0)}, [])
     while step < config.steps:
         if should_stop is not None and should_stop():

@@ -8,10 +8,11 @@ A floating-point code is sign, exponent field e and mantissa field m. With M man
 E4M3 ("fn": finite) spends its top codes on numbers, so its largest value is 448, it has no infinity, and 0x7f / 0xff
 are its only NaNs. E5M2 is a small IEEE float: largest 57344, infinities and NaNs. Both are specified in "FP8 Formats
 for Deep Learning" (Micikevicius et al., 2022, arXiv:2209.05433) and the OCP 8-bit floating point specification. E8M0
-(OCP microscaling) is only an exponent: 2^(e - 127), used for power-of-two scales. BF16 is float32 cut to 7 mantissa bits.
+(OCP microscaling) is only an exponent: 2^(e - 127), used for power-of-two scales. BF16 is float32 cut to 7 mantissa
+bits.
 
-Rounding is to nearest, ties to even, after a clamp to the largest finite value (a saturating cast). It is done here with
-float32 arithmetic instead of torch's cast, whose overflow rule changed between releases: adding and subtracting a
+Rounding is to nearest, ties to even, after a clamp to the largest finite value (a saturating cast). It is done here
+with float32 arithmetic instead of torch's cast, whose overflow rule changed between releases: adding and subtracting a
 constant c whose spacing ("ulp") equals the target's spacing makes the FPU do the rounding. NaN and infinity become NaN.
 """
 

@@ -3,8 +3,8 @@
 For each prompt, n completions are sampled and rewarded. A completion's advantage is how much better it did than its
 siblings, and every one of its tokens shares it:
 
-    A_i    = (r_i - mean(r)) / (std(r) + 1e-4)                                        scale_rewards="group"
-    ratio  = exp(logp - old_logp)                                                     1 in the first update after a rollout
+    A_i    = (r_i - mean(r)) / (std(r) + 1e-4)                              scale_rewards="group"
+    ratio  = exp(logp - old_logp)                                           1 in the first update after a rollout
     loss_t = -w_t * min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A)  +  beta * KL(policy || reference)
 
 w_t is the importance-sampling correction of `corrections.py`: the samples came from the *rollout* engine, the gradient
@@ -21,6 +21,7 @@ import torch
 from fp8lab.corrections import MODES
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+SCHEDULES = ("constant_with_warmup", "linear")
 SCALE_REWARDS = ("group", "batch", "none")
 
 
@@ -34,6 +35,8 @@ class GRPOConfig:
     """AdamW's step size after warm-up."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises linearly from 0."""
+    lr_scheduler_type: str = "constant_with_warmup"
+    """Or `linear`: after the warm-up it falls linearly to a tenth at the last update."""
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.99
@@ -46,9 +49,11 @@ class GRPOConfig:
     epsilon_high: float | None = None
     """Upper clip 1 + epsilon_high; None means epsilon."""
     delta: float | None = None
-    """Dual clip: bound the loss of tokens with negative advantage at delta * |A|; None turns it off, else > 1 + epsilon."""
+    """Dual clip: bound the loss of tokens with negative advantage at delta * |A|; None turns it off, else > 1 +
+    epsilon."""
     loss_type: str = "dapo"
-    """`dapo`: mean over all tokens; `grpo`: mean over each completion, then over completions; `dr_grpo`: over B * max_tokens."""
+    """`dapo`: mean over all tokens; `grpo`: mean over each completion, then over completions; `dr_grpo`: over B *
+    max_tokens."""
     scale_rewards: str = "group"
     """Divide advantages by the reward's standard deviation in the `group`, in the `batch`, or not (`none`)."""
     leave_one_out: bool = False
@@ -66,12 +71,13 @@ class GRPOConfig:
     importance_sampling_min: float = 0.0
     """Lower bound for `tis` and `icepop`."""
     micro_batch_size: int = 1024
-    """Sequences per forward; gradients add up over micro-batches."""
+    """Most sequences per forward (whole groups, at least one); gradients add up over micro-batches."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("loss_type", LOSS_TYPES),
             ("scale_rewards", SCALE_REWARDS),
+            ("lr_scheduler_type", SCHEDULES),
             ("importance_sampling", MODES),
         ):
             if getattr(self, name) not in allowed:
@@ -83,7 +89,9 @@ class GRPOConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be > 0")
         if not 0 <= self.epsilon < 1 or (self.epsilon_high is not None and self.epsilon_high < 0):
-            raise ValueError(f"epsilon is {self.epsilon}, epsilon_high {self.epsilon_high}; they must be in [0, 1) and >= 0")
+            raise ValueError(
+                f"epsilon is {self.epsilon}, epsilon_high {self.epsilon_high}; they must be in [0, 1) and >= 0"
+            )
         if self.delta is not None and self.delta <= 1 + self.epsilon:
             raise ValueError(f"delta is {self.delta}; the dual clip must lie above 1 + epsilon = {1 + self.epsilon}")
 
@@ -98,8 +106,8 @@ def group_advantages(
 ) -> torch.Tensor:
     """Advantages (B,) float32 of rewards (B,), the num_generations completions of a prompt being neighbours.
 
-    A group whose rewards are all equal has advantage 0. ValueError if B is no multiple of num_generations, if a reward is not
-    finite, or for leave-one-out with one completion.
+    A group whose rewards are all equal has advantage 0. ValueError if B is no multiple of num_generations, if a reward
+    is not finite, or for leave-one-out with one completion.
     """
     rewards = rewards.float()
     if rewards.ndim != 1 or len(rewards) % num_generations:
@@ -154,7 +162,8 @@ def policy_loss(
 
 
 def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token k3 estimate of KL(policy || reference), (B, T): exp(ref - logp) - (ref - logp) - 1, exponent clamped to +-20.
+    """Per-token k3 estimate of KL(policy || reference), (B, T): exp(ref - logp) - (ref - logp) - 1, exponent clamped to
+    +-20.
 
     Source: Schulman, "Approximating KL divergence" (2020).
     """

@@ -5,8 +5,8 @@ needs about ten passes (abs, amax, divide, clamp, cast, ...). The arithmetic is 
 and `quantizers.ScaleRule.scale`, which stay as the readable reference; tests hold the two together bit for bit.
 
 Rounding to p significant bits without an FP8 instruction is Dekker's splitting: with t = y * (2^(24-p) + 1),
-t - (t - y) is y rounded to nearest even with p bits. Below the smallest normal number the spacing is constant, and adding
-and subtracting 1.5 * 2^23 * spacing rounds to it.
+t - (t - y) is y rounded to nearest even with p bits. Below the smallest normal number the spacing is constant, and
+adding and subtracting 1.5 * 2^23 * spacing rounds to it.
 
 Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows over a small Python thread
 pool. That avoids numba's own threading layers, one of which aborts the process when two threads call it (a training
@@ -58,8 +58,8 @@ def _quantize(x, bits, first, last, block, max_value, max_exponent, mantissa_bit
     """Quantize block rows first..last of the matrix x, whose bit patterns are `bits` (int32); see quantize_blocks.
 
     `values` is written as int32 bit patterns, so that the sign is copied without a branch; bad: non-finite elements per
-    block row. The largest magnitude is found by comparing bit patterns as integers, which vectorizes and exposes NaN and
-    infinity, whose patterns are the largest of all.
+    block row. The largest magnitude is found by comparing bit patterns as integers, which vectorizes and exposes NaN
+    and infinity, whose patterns are the largest of all.
     """
     split = np.float32(2.0 ** (23 - mantissa_bits) + 1)  # Dekker's factor for mantissa_bits + 1 significant bits
     bias = 15 if mantissa_bits == 2 else 7

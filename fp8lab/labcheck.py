@@ -107,9 +107,7 @@ def check_server(options: list[str], *, timeout: float = 180.0) -> str:
         log_path = Path(folder, "jupyterlab.log")
         start = time.monotonic()
         with log_path.open("wb") as log:
-            server = subprocess.Popen(
-                command + options, cwd=ROOT, env=environment, stdout=log, stderr=log
-            )
+            server = subprocess.Popen(command + options, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             base = f"http://127.0.0.1:{port}"
             wait_for(f"{base}/api/status", token, server, timeout, log_path)
@@ -126,9 +124,7 @@ def check_server(options: list[str], *, timeout: float = 180.0) -> str:
                 server.wait()
 
 
-def wait_for(
-    url: str, token: str, server: subprocess.Popen, timeout: float, log_path: Path
-) -> None:
+def wait_for(url: str, token: str, server: subprocess.Popen, timeout: float, log_path: Path) -> None:
     """Poll `url` until it answers; RuntimeError with the log's end when it never does."""
     deadline = time.monotonic() + timeout
     reason = "no answer yet"
@@ -157,9 +153,7 @@ def main(argv: list[str]) -> int:
             start = time.monotonic()
             executed = execute_notebook(path)
             cells = sum(cell["cell_type"] == "code" for cell in executed["cells"])
-            print(
-                f"{path.name}: {cells} code cells in {time.monotonic() - start:.1f} s", flush=True
-            )
+            print(f"{path.name}: {cells} code cells in {time.monotonic() - start:.1f} s", flush=True)
     except (RuntimeError, FileNotFoundError) as error:
         print(f"fp8lab: {error}", file=sys.stderr)
         return 1

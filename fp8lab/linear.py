@@ -4,15 +4,17 @@
     grad_input  = Q(g)  @ Q(w)        g in 1x128 blocks along N, w the same bytes, read transposed
     grad_weight = Q(g^T) @ Q(x^T)^T   both quantized again, from high precision, in 1x128 blocks along *tokens*
 
-Each GEMM sums over another dimension, and the blocks of an operand lie along the dimension that is summed, which is why x and
-g are quantized twice, from the original and never from the other copy (33 dB against 29 dB). The square weight block serves
-both directions. Recipe: DeepSeek-V3 (arXiv:2412.19437, section 3.3), Transformer Engine's Float8BlockScaling.
+Each GEMM sums over another dimension, and the blocks of an operand lie along the dimension that is summed, which is why
+x and g are quantized twice, from the original and never from the other copy (33 dB against 29 dB). The square weight
+block serves both directions. Recipe: DeepSeek-V3 (arXiv:2412.19437, section 3.3), Transformer Engine's
+Float8BlockScaling.
 
-Here the backend is `emulated`: operands are rounded to their format and held in float32, the GEMM runs in float32 and its
-output is rounded to BF16. Tensor cores accumulate in (nearly) float32 as well, so this is faithful to what FP8 hardware
-computes, and on a CPU without BF16 units it is also the fastest way. BF16 layers are emulated by the same class in the
-same way, so arms differ in the format alone. The weight stays a float32 master `nn.Parameter`; its quantized copy is a cache,
-refreshed explicitly (`refresh`) by the trainer's step, by a refit and by loading, and never pickled.
+Here the backend is `emulated`: operands are rounded to their format and held in float32, the GEMM runs in float32 and
+its output is rounded to BF16. Tensor cores accumulate in (nearly) float32 as well, so this is faithful to what FP8
+hardware computes, and on a CPU without BF16 units it is also the fastest way. BF16 layers are emulated by the same
+class in the same way, so arms differ in the format alone. The weight stays a float32 master `nn.Parameter`; its
+quantized copy is a cache, refreshed explicitly (`refresh`) by the trainer's step, by a refit and by loading, and never
+pickled.
 
 Left out: real FP8 GEMMs (`torch.nn.functional.scaled_mm`, Transformer Engine).
 """
@@ -40,7 +42,8 @@ _real_tokens: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", defaul
 def real_tokens(mask: torch.Tensor) -> Iterator[None]:
     """Within this block, grad_weight sums over the tokens where mask (bool, the leading shape of x) is True.
 
-    Padding has no gradient, but it would shift the 128-token blocks, so real tokens are packed before they are quantized.
+    Padding has no gradient, but it would shift the 128-token blocks, so real tokens are packed before they are
+    quantized.
     """
     token = _real_tokens.set(mask)
     try:
@@ -169,7 +172,8 @@ class _Float8Matmul(torch.autograd.Function):
             grad_input = matmul(rounded, values.t(), kernels)
             grad_input = round_bf16(grad_input) if precision.output == "bf16" else grad_input
         if ctx.needs_input_grad[1]:
-            real_g, real_x = (grad, x) if mask is None else (grad[mask], x[mask])
+            blocks = precision.gradient in FP8 or precision.activation in FP8
+            real_g, real_x = (grad[mask], x[mask]) if blocks and mask is not None else (grad, x)
             g_t = round_operand(real_g.t(), precision.gradient, precision)
             x_t = round_operand(real_x.t(), precision.activation, precision)
             grad_weight = matmul(g_t, x_t, kernels)

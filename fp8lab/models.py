@@ -1,14 +1,21 @@
 """Loading models for RL: any transformers causal LM, in float32, from a folder or the hub.
 
 Master weights are float32 (`dtype=torch.float32`): an RL update is often smaller than BF16's spacing and would be lost.
+Both sides read a prompt once for all its completions: `left_pad` and `forward` are what they share.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from fp8lab.tasks import data_dir
 
 
 def resolve_model(name: str | Path) -> str:
@@ -16,8 +23,6 @@ def resolve_model(name: str | Path) -> str:
 
     FileNotFoundError if the name looks like a path that is not there or is a folder without config.json.
     """
-    from fp8lab.tasks import data_dir
-
     shipped = data_dir() / str(name) if not Path(name).is_absolute() else Path(name)
     for folder in (Path(name), shipped):
         if folder.is_dir():
@@ -27,8 +32,8 @@ def resolve_model(name: str | Path) -> str:
     if Path(name).is_absolute() or str(name).startswith((".", "~")) or "/" not in str(name):
         available = sorted(p.parent.name for p in data_dir().glob("*/config.json"))
         raise FileNotFoundError(
-            f"no checkpoint {str(name)!r}; allowed: one shipped in data/ ({', '.join(available)}), a folder, or a hub name such "
-            "as 'meta-llama/Llama-3.1-8B-Instruct'"
+            f"no checkpoint {str(name)!r}; allowed: one shipped in data/ ({', '.join(available)}), a folder, or a "
+            "hub name such as 'meta-llama/Llama-3.1-8B-Instruct'"
         )
     return str(name)
 
@@ -37,8 +42,24 @@ def load_model(name: str | Path) -> nn.Module:
     """A causal LM in float32 on the CPU, in evaluation mode (no dropout), with SDPA attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32, attn_implementation="sdpa")
+    folder = resolve_model(name)
+    with quiet() if Path(folder).parent == data_dir() else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars from transformers: for what takes no time."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str | Path):
@@ -54,3 +75,26 @@ def load_tokenizer(name: str | Path):
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer by name, detached, tied ones once each name: what a refit carries."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def left_pad(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move each row's first `lengths` tokens to the right edge, so that all rows end in the same column.
+
+    tokens: (B, T) int64, lengths: (B,) >= 1. Returns tokens, attention mask (1 on real tokens) and positions, each (B,
+    longest).
+    """
+    longest = int(lengths.max())
+    index = torch.arange(longest) - (longest - lengths)[:, None]
+    return tokens.gather(1, index.clamp(min=0)), (index >= 0).long(), index.clamp(min=0)
+
+
+def forward(model: nn.Module, tokens, attention, positions, cache, **kwargs) -> torch.Tensor:
+    """Logits (B, T, V) of tokens (B, T) that follow what `cache` holds; attention: (B, cached + T); the cache grows."""
+    arguments = {"attention_mask": attention, "position_ids": positions, _cache_argument(type(model)): cache}
+    return model(input_ids=tokens, use_cache=True, **arguments, **kwargs).logits
+
+
+@functools.cache
+def _cache_argument(kind: type) -> str:
+    """transformers renamed `past_key_values` to `cache` between 5.19 and 5.24."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"

@@ -1,16 +1,18 @@
 """PrecisionPlan: which linear layers run in FP8, on which side, and why.
 
-RL has two **sides**: the `rollout` engine that samples and the `trainer` that learns. A plan holds one `SidePlan` for each:
-the formats of the three operands (weight, activation, gradient), the scale rule, and the layers that fall back to BF16.
-For every module it answers "FP8 or BF16, and by which rule?" (`decide`, `coverage`), so nothing is quantized silently.
+RL has two **sides**: the `rollout` engine that samples and the `trainer` that learns. A plan holds one `SidePlan` for
+each: the formats of the three operands (weight, activation, gradient), the scale rule, and the layers that fall back to
+BF16. For every module it answers "FP8 or BF16, and by which rule?" (`decide`, `coverage`), so nothing is quantized
+silently.
 
-What is planned: the `nn.Linear` modules of the decoder layers, i.e. the q/k/v/o and gate/up/down projections. Attention itself
-(QK^T, softmax, PV), norms, activations and embeddings stay high precision; lm_head rounds its operands to BF16 and returns
-float32 logits; a MoE router is never FP8. This is the NeMo RL / DeepSeek-V3 recipe.
+What is planned: the `nn.Linear` modules of the decoder layers, i.e. the q/k/v/o and gate/up/down projections. Attention
+itself (QK^T, softmax, PV), norms, activations and embeddings stay high precision; lm_head rounds its operands to BF16
+and returns float32 logits; a MoE router is never FP8. This is the NeMo RL / DeepSeek-V3 recipe.
 
-Presets: `bf16`, `fp8-rollout` (FP8 sampling, BF16 training), `fp8-e2e` (FP8 on both sides). A module pattern is a sequence of
-name parts that must match whole parts: "mlp.gate" matches `layers.0.mlp.gate`, never `layers.0.mlp.gate_proj`; each part may
-use shell wildcards ("*_proj"); "re:..." is a regular expression for the whole name.
+Presets: `bf16`, `fp8-rollout` (FP8 sampling, BF16 training), `fp8-e2e` (FP8 on both sides). A module pattern is a
+sequence of name parts that must match whole parts: "mlp.gate" matches `layers.0.mlp.gate`, never
+`layers.0.mlp.gate_proj`; each part may use shell wildcards ("*_proj"); "re:..." is a regular expression for the whole
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fp8lab.quantizers import SCALE_RULES
+from fp8lab.quantizers import SCALE_RULES, BlockQuantizer
 
 Side = Literal["rollout", "trainer"]
 SIDES: tuple[Side, ...] = ("rollout", "trainer")
@@ -52,7 +54,8 @@ class LinearPrecision:
     group: int = 128
     """Activations and gradients are quantized in 1 x group blocks."""
     weight_source: str = "bf16"
-    """`bf16`: the float32 master weight is rounded to BF16 before it is quantized, as NeMo RL does; `fp32`: it is not."""
+    """`bf16`: the float32 master weight is rounded to BF16 before it is quantized, as NeMo RL does; `fp32`: it is
+    not."""
     output: str = "bf16"
     """Rounding of the result and of grad_input: `bf16`, or `float32` for lm_head's logits."""
 
@@ -62,6 +65,8 @@ class LinearPrecision:
         _choice("rule", self.rule, tuple(SCALE_RULES))
         _choice("weight_source", self.weight_source, ("bf16", "fp32"))
         _choice("output", self.output, ("bf16", "float32"))
+        for block in (self.weight_block, (1, self.group)):
+            BlockQuantizer(block)  # ValueError for bad sizes
 
     @property
     def is_fp8(self) -> bool:
@@ -187,7 +192,9 @@ class PrecisionPlan:
         plan = self.side(side)
         layer = layer_index(name)
         if layer is None:
-            return Decision(name, side, BF16_HEAD, "outside the decoder layers (lm_head): BF16 operands, float32 output")
+            return Decision(
+                name, side, BF16_HEAD, "outside the decoder layers (lm_head): BF16 operands, float32 output"
+            )
         if name.rsplit(".", 1)[-1] in ROUTERS:
             return Decision(name, side, BF16_HEAD, "a router: small, and its choices are discrete")
         if not plan.linear.is_fp8:
@@ -204,14 +211,16 @@ class PrecisionPlan:
 
     def same_on_both_sides(self) -> bool:
         """True if both sides round the same forward operands of the same layers in the same way."""
-        a, b = self.rollout, self.trainer
-        return a.fallback == b.fallback and dataclasses.replace(a.linear, gradient="bf16") == dataclasses.replace(
-            b.linear, gradient="bf16"
-        )
+        a, b = (dataclasses.replace(side.linear, gradient="bf16") for side in (self.rollout, self.trainer))
+        return a == b and (self.rollout.fallback == self.trainer.fallback or not a.is_fp8)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, for JSON and YAML."""
-        return dataclasses.asdict(self)
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+        return dataclasses.asdict(self, dict_factory=plain)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PrecisionPlan:

@@ -8,17 +8,18 @@
 blocks for weights (a square block is the same block after a transpose, so one quantized weight serves the forward and
 the grad_input GEMM) and 1x128 blocks for activations and gradients (one outlier spoils 128 values, not a whole tensor).
 With `ScaleRule(pow2=True)` the scale is the smallest power of two that still fits the block: rounded *up*, so nothing
-overflows, and up to one bit of range is lost. Source: DeepSeek-V3 technical report (arXiv:2412.19437) section 3.3, and NVIDIA
-NeMo RL's FP8 recipe (its docs/fp8.md).
+overflows, and up to one bit of range is lost. Source: DeepSeek-V3 technical report (arXiv:2412.19437) section 3.3, and
+NVIDIA NeMo RL's FP8 recipe (its docs/fp8.md).
 
 Rules at the edges: the scale is taken from finite elements only; a block whose amax / 448 is zero (underflow included)
-has scale 1; NaN and infinity become the NaN code and are counted; a ragged edge block uses only its real elements.
-CPU float32 work runs in `kernels.py`; `BlockQuantizer.reference` is the same in plain torch, for reading, for other devices
+has scale 1; NaN and infinity become the NaN code and are counted; a ragged edge block uses only its real elements. CPU
+float32 work runs in `kernels.py`; `BlockQuantizer.reference` is the same in plain torch, for reading, for other devices
 and for tests.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -48,7 +49,8 @@ class ScaleRule:
         """Scales (same shape as amax, float32) for blocks whose largest finite magnitude is amax (>= 0)."""
         scale = amax.float() / fmt.max
         if self.pow2:
-            # Exact, from the exponent bits: max = 1.75 * 2^e, so amax = m * 2^k needs 2^(k - e), or the next if m > 1.75.
+            # Exact, from the exponent bits: max = 1.75 * 2^e, so amax = m * 2^k needs 2^(k - e), or the next if
+            # m > 1.75.
             mantissa, exponent = torch.frexp(amax.double())
             power = exponent - 1 - (torch.frexp(torch.tensor(fmt.max)).exponent - 1) + (mantissa > 0.875)
             power_of_two = torch.ldexp(torch.ones_like(mantissa), power.clamp(min=-127)).float()
@@ -100,9 +102,10 @@ class QuantizedTensor:
 
 def expand_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """Repeat block values (..., N', K') over their elements to `shape` (..., N, K); a 1-D shape counts as one row."""
-    rows, cols = ((1, *shape) if len(shape) < 2 else shape)[-2:]
-    row = torch.arange(rows, device=scale.device) // (rows if block[0] == WHOLE else block[0])
-    col = torch.arange(cols, device=scale.device) // (cols if block[1] == WHOLE else block[1])
+    rows, cols = (1, 1, *shape)[-2:]
+    scale = scale.reshape(1, -1) if scale.ndim < 2 else scale
+    row = torch.arange(rows, device=scale.device) // (max(rows, 1) if block[0] == WHOLE else block[0])
+    col = torch.arange(cols, device=scale.device) // (max(cols, 1) if block[1] == WHOLE else block[1])
     return scale[..., row[:, None], col[None, :]].reshape(shape)
 
 
@@ -110,8 +113,8 @@ def expand_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size
 class BlockQuantizer:
     """Quantizes the last two dimensions of any tensor in blocks; see the module's text for the rules.
 
-    `block` = (rows, cols), each a positive integer or `WHOLE` (-1): (1, 128) activations, (128, 128) weights, (1, -1) per
-    row, (-1, -1) per matrix. ValueError for anything else.
+    `block` = (rows, cols), each a positive integer or `WHOLE` (-1): (1, 128) activations, (128, 128) weights, (1, -1)
+    per row, (-1, -1) per matrix. ValueError for anything else.
     """
 
     block: tuple[int, int] = (1, 128)
@@ -123,7 +126,9 @@ class BlockQuantizer:
     def __post_init__(self) -> None:
         ok = isinstance(self.block, tuple) and len(self.block) == 2
         if not ok or any(type(b) is not int or (b < 1 and b != WHOLE) for b in self.block):
-            raise ValueError(f"block is {self.block!r}; it must be (rows, cols) of positive integers, or -1 for a whole dim")
+            raise ValueError(
+                f"block is {self.block!r}; it must be (rows, cols) of positive integers, or -1 for a whole dim"
+            )
         object.__setattr__(self, "_fmt", get_format(self.format))
         rule = self.rule if isinstance(self.rule, ScaleRule) else ScaleRule.preset(self.rule)
         object.__setattr__(self, "_rule", rule)
@@ -194,9 +199,7 @@ class BlockQuantizer:
 
 def _as_matrices(x: torch.Tensor) -> torch.Tensor:
     """View x as (batch, N, K): leading dimensions merged, a vector as one row."""
-    if x.ndim == 0:
-        return x.reshape(1, 1, 1)
-    return x.reshape(1, 1, -1) if x.ndim == 1 else x.reshape(-1, *x.shape[-2:])
+    return x.reshape(math.prod(x.shape[:-2]), *(1, 1, *x.shape)[-2:])
 
 
 def quantization_error(x: torch.Tensor, quantized: QuantizedTensor | torch.Tensor) -> dict[str, float]:

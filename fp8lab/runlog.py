@@ -7,8 +7,9 @@
     samples.jsonl      a few completions a step
     checkpoints/       step-000020/: model, optimizer
 
-Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can therefore lose
-only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. A lock keeps a second writer out.
+Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can
+therefore lose only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. A lock
+keeps a second writer out.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / ".lock", "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise OSError(f"cannot write the run directory {self.folder}: {error.strerror}; choose another --out") from error
+            raise OSError(
+                f"cannot write the run directory {self.folder}: {error.strerror}; choose another --out"
+            ) from error
         if not _try_lock(self._lock):
             self._lock.close()
-            raise RuntimeError(f"{self.folder} is being written by another process; wait for it, or choose another folder")
+            raise RuntimeError(
+                f"{self.folder} is being written by another process; wait for it, or choose another folder"
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,7 +98,8 @@ class RunLog:
         return self.folder / "checkpoints" / f"step-{step:06d}"
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """(step, folder) of the newest complete checkpoint, or None. A checkpoint is complete once it has its final name."""
+        """(step, folder) of the newest complete checkpoint, or None. A checkpoint is complete once it has its final
+        name."""
         found = sorted((self.folder / "checkpoints").glob("step-*"))
         return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else None
 

@@ -142,9 +142,7 @@ def _extra(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = (
-            f"{package} does not import ({error}). It is optional: pip install 'fp8lab[tasks]'"
-        )
+        message = f"{package} does not import ({error}). It is optional: pip install 'fp8lab[tasks]'"
         raise ImportError(message) from error
 
 

@@ -3,12 +3,12 @@
     score   t = log-probs of the sampled tokens under the trainer's own engine and precision
     step    advantages -> correction weights from (g, t) -> clipped loss -> backward -> clip -> AdamW -> requantize
 
-The model keeps float32 master weights; the plan's trainer side decides what the GEMMs see. After every optimizer update the FP8
-copies are quantized again from the masters, which is the "recalibration" of weight scales.
+The model keeps float32 master weights; the plan's trainer side decides what the GEMMs see. After every optimizer update
+the FP8 copies are quantized again from the masters, which is the "recalibration" of weight scales.
 
-If there is one update per rollout, its forward pass is also the scoring pass (the weights have not moved yet), so nothing is
-computed twice. Log-probs are taken at the temperature the rollout was sampled with. Sequences are padded on the right and attention is
-causal, so padding needs no attention mask.
+If there is one update per rollout, its forward pass is also the scoring pass (the weights have not moved yet), and a
+prompt is read once for all completions of its group, so nothing is computed twice. Log-probs are taken at the
+temperature the rollout was sampled with.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import copy
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fp8lab import corrections, diagnostics
 from fp8lab.convert import convert
 from fp8lab.grpo import GRPOConfig, group_advantages, policy_loss, reference_kl, token_weights
 from fp8lab.linear import real_tokens, refresh
-from fp8lab.models import load_model, load_tokenizer
+from fp8lab.models import forward, left_pad, load_model, load_tokenizer, quiet
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
 
@@ -41,7 +42,7 @@ class Trainer:
     """Learns from rollouts under the trainer side of a plan.
 
     model: a folder or hub name (loaded in float32), or a float32 model, which is converted in place. `kernels`: see
-    `linear.Float8Linear.from_linear`.
+    `linear.Float8Linear.from_linear`. max_updates: the length of the `linear` learning rate schedule, which needs it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Trainer:
         *,
         tokenizer: Any = None,
         kernels: str = "default",
+        max_updates: int | None = None,
     ) -> None:
         self.plan, self.config = plan, config or GRPOConfig()
         is_module = isinstance(model, nn.Module)
@@ -62,18 +64,20 @@ class Trainer:
         betas = (self.config.adam_beta1, self.config.adam_beta2)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, betas=betas, weight_decay=self.config.weight_decay)
-        self.updates = 0
+        self.updates, self.max_updates = 0, max_updates
+        if self.config.lr_scheduler_type == "linear" and max_updates is None:
+            raise ValueError("lr_scheduler_type 'linear' needs max_updates, the number of updates planned")
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> torch.Tensor:
-        """Log-probs (B, T) float32 of the rollout's tokens at the current weights; 0 outside its mask."""
+        """Log-probs (B, T) float32 of the rollout's completion tokens at the current weights; 0 elsewhere."""
         return self._score(self.model, rollout)
 
     def step(self, rollout: Rollout, rewards: Sequence[float] | torch.Tensor) -> dict[str, float]:
         """Learn from a rollout of whole groups and its rewards (B,); returns metrics, mostly under NeMo RL's names.
 
-        Raises NonFiniteLossError before any weight changes; ValueError for rewards that do not fit. If no token is left to learn
-        from, no update is made and `skipped_updates` says so.
+        Raises NonFiniteLossError before any weight changes; ValueError for rewards that do not fit. If no token is left
+        to learn from, no update is made and `skipped_updates` says so.
         """
         config = self.config
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
@@ -91,10 +95,10 @@ class Trainer:
             with torch.no_grad():
                 reference = self._score(self.reference, rollout)
         trainer_logprobs = torch.zeros_like(rollout.logprobs) if old is None else old
-        totals: dict[str, float] = {}
+        totals: dict[str, float] = defaultdict(float)
         for rows in self._minibatches(len(rewards)):
             self._update(rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals)
-        return self._metrics(rollout, rewards, mask, advantages, trainer_logprobs, totals)
+        return self._metrics(rollout, rewards, mask, trainer_logprobs, totals)
 
     def _minibatches(self, size: int) -> Iterator[torch.Tensor]:
         groups = torch.arange(size).view(-1, self.config.num_generations)
@@ -104,55 +108,51 @@ class Trainer:
                     yield part.flatten()
 
     def _update(self, rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals) -> None:
-        """One optimizer update on `rows`; adds its sums to totals and fills trainer_logprobs if there was no scoring pass."""
+        """One optimizer update on `rows`; adds its sums to totals, and fills trainer_logprobs if nothing was scored."""
         config = self.config
         weights = token_weights(mask[rows], config.loss_type, rollout.sampling.max_tokens)
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum, clipped, entropy = 0.0, 0.0, 0.0
-        for part in torch.arange(len(rows)).split(config.micro_batch_size):
+        for part in self._micro_batches(len(rows), rollout):
             chosen = rows[part]
-            length = int(rollout.lengths[chosen].max())
-            cut = (chosen, slice(0, length))
-            use, g, weight = mask[cut], rollout.logprobs[cut], weights[part, :length]
-            with real_tokens(rollout.attention_mask[cut].bool()):
-                logprobs = self._logprobs(self.model, rollout.tokens[cut], rollout.sampling.temperature)
-                logprobs = torch.where(rollout.mask[cut], logprobs, 0.0)
-                if old is None:
-                    trainer_logprobs[chosen, :length] = logprobs.detach()
-                t = logprobs.detach() if old is None else old[cut]
-                correction = corrections.weights(
-                    g,
-                    t,
-                    use,
-                    mode=config.importance_sampling,
-                    low=config.importance_sampling_min,
-                    high=config.importance_sampling_max,
-                )
-                per_token, was_clipped = policy_loss(logprobs, t, advantages[chosen], config)
-                per_token = per_token * correction.weights
-                if reference is not None:
-                    per_token = per_token + config.beta * reference_kl(logprobs, reference[cut])
-                loss = torch.where(use, per_token * weight, 0.0).sum()
-                self._require_finite("loss", loss)
+            use, g = mask[chosen], rollout.logprobs[chosen]
+            logprobs = completion_logprobs(self.model, rollout, chosen)
+            current = logprobs.detach()
+            if old is None:
+                trainer_logprobs[chosen] = current
+            t = current if old is None else old[chosen]
+            correction = self._correction(g, t, use)
+            per_token, was_clipped = policy_loss(logprobs, t, advantages[chosen], config)
+            per_token = per_token * correction.weights
+            if reference is not None:
+                per_token = per_token + config.beta * reference_kl(logprobs, reference[chosen])
+            loss = torch.where(use, per_token * weights[part], 0.0).sum()
+            self._require_finite("loss", loss)
+            if loss.requires_grad:
                 loss.backward()
-            loss_sum += loss.item()
-            clipped += float((was_clipped & use).sum())
-            ratio = torch.where(use, logprobs.detach() - g, 0.0).nan_to_num(0.0).clamp(-20, 20).exp()
-            entropy += float(-(ratio * logprobs.detach())[use].sum())
+            totals["loss"] += loss.item()
+            totals["clipped"] += float((was_clipped & use).sum())
+            ratio = torch.where(use & g.isfinite(), current - g, 0.0).clamp(-20, 20).exp()
+            totals["entropy"] -= float((ratio * current)[use].sum())
             for name, value in correction.statistics.items():
-                share = float(use.sum()) if name == "is_oob_ratio" else 1.0
-                totals[name] = totals.get(name, 0.0) + value * share
-        count = float(mask[rows].sum())
-        for name, value in (("loss", loss_sum), ("clipped", clipped), ("entropy", entropy), ("trained", count)):
-            totals[name] = totals.get(name, 0.0) + value
-        totals["updates"] = totals.get("updates", 0.0) + 1
+                totals[name] += value
+        totals["trained"] += float(mask[rows].sum())
+        totals["updates"] += 1
         if not bool(weights.any()):
-            totals["skipped_updates"] = totals.get("skipped_updates", 0.0) + 1
+            totals["skipped_updates"] += 1
             return
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
         self._require_finite("gradient norm", norm)
-        totals["grad_norm"] = totals.get("grad_norm", 0.0) + norm.item()
+        totals["grad_norm"] += norm.item()
         self._optimizer_step()
+
+    def _micro_batches(self, size: int, rollout: Rollout) -> Sequence[torch.Tensor]:
+        group = rollout.sampling.n
+        return torch.arange(size).split(max(group, self.config.micro_batch_size // group * group))
+
+    def _correction(self, rollout_logprobs, trainer_logprobs, mask) -> corrections.Correction:
+        config = self.config
+        bounds = {"low": config.importance_sampling_min, "high": config.importance_sampling_max}
+        return corrections.weights(rollout_logprobs, trainer_logprobs, mask, mode=config.importance_sampling, **bounds)
 
     def _optimizer_step(self) -> None:
         self.updates += 1
@@ -164,70 +164,54 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the latest update: a linear rise over warmup_steps, then constant."""
-        return self.config.learning_rate * min(1.0, self.updates / max(1, self.config.warmup_steps))
+        """The learning rate of the latest update: a linear rise over warmup_steps, then as lr_scheduler_type says."""
+        warmup, done = max(1, self.config.warmup_steps), self.updates
+        factor = min(1.0, done / warmup)
+        if self.config.lr_scheduler_type == "linear" and done > warmup:
+            left = max(0, self.max_updates - done) / max(1, self.max_updates - warmup)
+            factor = 0.1 + 0.9 * left
+        return self.config.learning_rate * factor
 
     def _require_finite(self, what: str, value: torch.Tensor) -> None:
         if not bool(value.isfinite()):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLossError(
-                f"the {what} is {value.item()} at update {self.updates + 1}; no weight was changed. Look at the rewards, a smaller "
-                "learning_rate, and the mismatch metrics of the steps before"
+                f"the {what} is {value.item()} at update {self.updates + 1}; no weight was changed. Look at the "
+                "rewards, a smaller learning_rate, and the mismatch metrics of the steps before"
             )
 
     def _score(self, model: nn.Module, rollout: Rollout) -> torch.Tensor:
-        out = torch.zeros_like(rollout.logprobs)
-        for rows in torch.arange(len(rollout.tokens)).split(self.config.micro_batch_size):
-            length = int(rollout.lengths[rows].max())
-            cut = (rows, slice(0, length))
-            logprobs = self._logprobs(model, rollout.tokens[cut], rollout.sampling.temperature)
-            out[rows, :length] = torch.where(rollout.mask[cut], logprobs, 0.0)
-        return out
+        parts = self._micro_batches(len(rollout.tokens), rollout)
+        return torch.cat([completion_logprobs(model, rollout, rows) for rows in parts])
 
-    @staticmethod
-    def _logprobs(model: nn.Module, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-prob of each token given those before it, (B, T) float32; 0 for the first."""
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        if temperature not in (0, 1):
-            logits = logits / temperature
-        chosen = tokens[:, 1:, None]
-        logprobs = logits.gather(2, chosen).squeeze(2) - logits.logsumexp(dim=2)
-        return nn.functional.pad(logprobs, (1, 0))
-
-    def _metrics(self, rollout, rewards, mask, advantages, trainer_logprobs, totals) -> dict[str, float]:
+    def _metrics(self, rollout, rewards, mask, trainer_logprobs, totals) -> dict[str, float]:
         report = diagnostics.mismatch(rollout.logprobs, trainer_logprobs, rollout.mask)
         updates, trained = totals["updates"], max(1.0, totals["trained"])
         groups = rewards.view(-1, self.config.num_generations)
-        used = mask & (trainer_logprobs.isfinite() & rollout.logprobs.isfinite())
-        after = corrections.weights(
-            rollout.logprobs,
-            trainer_logprobs,
-            mask,
-            mode=self.config.importance_sampling,
-            low=self.config.importance_sampling_min,
-            high=self.config.importance_sampling_max,
-        ).weights[used]
+        used = mask & trainer_logprobs.isfinite() & rollout.logprobs.isfinite()
+        after = self._correction(rollout.logprobs, trainer_logprobs, mask).weights[used]
         metrics = {
             "reward": rewards.mean().item(),
             "loss": totals["loss"] / updates,
-            "grad_norm": totals.get("grad_norm", 0.0) / max(1.0, updates - totals.get("skipped_updates", 0.0)),
+            "grad_norm": totals["grad_norm"] / max(1.0, updates - totals["skipped_updates"]),
             "learning_rate": self.learning_rate,
             **report.as_dict(),
             "sampling_importance_ratio_corrected": after.mean().item() if len(after) else 1.0,
             "approx_entropy": totals["entropy"] / trained,
             "clip_ratio": totals["clipped"] / trained,
             "clamped_exponents": totals["clamped_exponents"],
-            "skipped_updates": totals.get("skipped_updates", 0.0),
+            "skipped_updates": totals["skipped_updates"],
             "equal_reward_groups": (groups.amax(1) == groups.amin(1)).float().mean().item(),
-            "completion_length": rollout.mask.sum(1).float().mean().item(),
+            "completion_length": (rollout.lengths - rollout.prompt_lengths).float().mean().item(),
             "truncated": 1.0 - rollout.finished.float().mean().item(),
         }
-        if "is_oob_ratio" in totals:
-            metrics["is_oob_ratio"] = totals["is_oob_ratio"] / trained
+        if "oob_tokens" in totals:
+            metrics["is_oob_ratio"] = totals["oob_tokens"] / trained
         return metrics
 
     def save(self, folder: str | Path) -> None:
-        """Write model (Hugging Face format, float32), tokenizer and optimizer into `folder`, under a temporary name first."""
+        """Write model (Hugging Face format, float32), tokenizer and optimizer into `folder`, under a temporary name
+        first."""
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -235,7 +219,8 @@ class Trainer:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            self.model.save_pretrained(temporary)
+            with quiet():
+                self.model.save_pretrained(temporary)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(temporary)
             tensors = {}
@@ -266,3 +251,41 @@ class Trainer:
             if keys:
                 self.optimizer.state[parameter] = {key.rpartition(":")[2]: saved[key] for key in keys}
         refresh(self.model)
+
+
+def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) -> torch.Tensor:
+    """Log-probs of the completion tokens of some rows of a rollout, (len(rows), T) float32; 0 elsewhere;
+    differentiable.
+
+    rows: whole groups, in order. Each group's prompt is read once; its keys and values serve all its completions, and
+    the gradient flows back through them. ValueError if the rows of a group do not start with the same prompt.
+    """
+    from transformers import DynamicCache
+
+    n, temperature = rollout.sampling.n, rollout.sampling.temperature
+    tokens, start = rollout.tokens[rows], rollout.prompt_lengths[rows]
+    lengths = rollout.lengths[rows] - start
+    longest = int(lengths.max())
+    out = torch.zeros(tokens.shape)
+    if longest == 0:
+        return out
+    prompts, attention, positions = left_pad(tokens[::n], start[::n])
+    if not torch.equal(left_pad(tokens, start)[0], prompts.repeat_interleave(n, dim=0)):
+        raise ValueError(f"rows are not whole groups of {n} completions of one prompt, neighbours of each other")
+    cache = DynamicCache(config=model.config)
+    with real_tokens(attention.bool()):
+        logits = forward(model, prompts, attention, positions, cache, logits_to_keep=1).repeat_interleave(n, dim=0)
+    columns = start[:, None] + torch.arange(longest)
+    real = torch.arange(longest) < lengths[:, None]
+    completions = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+    if longest > 1:
+        cache.batch_repeat_interleave(n)
+        attention = torch.cat([attention.repeat_interleave(n, dim=0), real[:, :-1].long()], dim=1)
+        with real_tokens(real[:, 1:]):  # a completion's last token predicts nothing
+            rest = forward(model, completions[:, :-1], attention, columns[:, :-1], cache)
+        logits = torch.cat([logits, rest], dim=1)
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    logprobs = logits.gather(2, completions[:, :, None]).squeeze(2) - logits.logsumexp(dim=2)
+    row = torch.arange(len(rows))[:, None].expand_as(columns)
+    return out.index_put((row[real], columns[real]), logprobs[real])

@@ -51,9 +51,7 @@ def tokenizer(folder):
 def model(folder):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 # ---- the task ---------------------------------------------------------------------------------
@@ -62,9 +60,7 @@ def model(folder):
 def test_splits_are_disjoint_and_complete(task):
     prompts = [set(getattr(task, split)["prompt"]) for split in SPLITS]
     assert [len(p) for p in prompts] == [18_000, 1_000, 1_000]
-    assert set.union(*prompts) == {
-        f"{a}{o}{b}=" for a in range(100) for o in "+-" for b in range(100)
-    }
+    assert set.union(*prompts) == {f"{a}{o}{b}=" for a in range(100) for o in "+-" for b in range(100)}
     assert sum(map(len, prompts)) == len(set.union(*prompts))
 
 
@@ -82,6 +78,19 @@ def test_task_is_reproducible(build, tmp_path, monkeypatch):
     for split in SPLITS:
         shipped = data_dir() / "arithmetic" / f"{split}.jsonl"
         assert (tmp_path / "arithmetic" / f"{split}.jsonl").read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_training_repeats_to_the_byte(build, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(build, "update_card", lambda out: None)
+    monkeypatch.setattr(build, "STEPS", 3)
+    monkeypatch.setattr(build, "BATCH", 16)
+    monkeypatch.setattr(build, "accuracy", lambda *arguments: {})
+    weights = []
+    for run in ("first", "second"):
+        build.build(kind, tmp_path / run, seed=0)
+        weights.append((tmp_path / run / build.MODELS[kind] / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
 
 
 def test_a_failed_build_leaves_the_old_part(build, tmp_path, monkeypatch):
@@ -122,9 +131,7 @@ def test_mistakes_are_wrong_plausible_and_spread(build):
 def test_tokenizer_round_trip(tokenizer):
     for text in ("47+38=", "-85", "".join(map(chr, range(32, 127))) + "\n"):
         ids = tokenizer(text)["input_ids"]
-        assert (
-            len(ids) == len(text) and tokenizer.unk_token_id not in ids
-        )  # no <bos>, one id a character
+        assert len(ids) == len(text) and tokenizer.unk_token_id not in ids  # no <bos>, one id a character
         assert tokenizer.decode(ids) == text
     assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
     specials = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -134,11 +141,7 @@ def test_tokenizer_round_trip(tokenizer):
 
 def test_every_weight_is_whole_blocks(model):
     """FP8's 128 x 128 blocks and the kernels' alignment rules both divide every linear weight."""
-    matrices = {
-        name: p.shape
-        for name, p in model.named_parameters()
-        if p.ndim >= 2 and "mlp.gate." not in name
-    }
+    matrices = {name: p.shape for name, p in model.named_parameters() if p.ndim >= 2 and "mlp.gate." not in name}
     assert all(side % 128 == 0 for shape in matrices.values() for side in shape[-2:]), matrices
     config = model.config
     assert config.vocab_size == 128 and not config.tie_word_embeddings
@@ -178,16 +181,12 @@ def test_sampling_agrees_with_the_recorded_accuracy(folder, model, tokenizer, ta
 
     def accuracy(**how):
         torch.manual_seed(0)
-        tokens = model.generate(**inputs, max_new_tokens=6, **how)[
-            :, inputs["input_ids"].shape[1] :
-        ]
+        tokens = model.generate(**inputs, max_new_tokens=6, **how)[:, inputs["input_ids"].shape[1] :]
         completions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return sum(task.reward(rows["prompt"], completions, answer=rows["answer"])) / 500
 
     # four standard errors of 500 draws
-    assert accuracy(do_sample=True, temperature=1.0, top_k=0) == pytest.approx(
-        recorded["sampled"], abs=0.08
-    )
+    assert accuracy(do_sample=True, temperature=1.0, top_k=0) == pytest.approx(recorded["sampled"], abs=0.08)
     assert accuracy(do_sample=False) == pytest.approx(recorded["greedy"], abs=0.06)
 
 

@@ -109,9 +109,7 @@ def test_gsm8k_layout_is_mapped(monkeypatch):
     import datasets
 
     rows = [{"question": f"Q{i}?", "answer": f"think 7\n#### {i}"} for i in range(40)]
-    parts = datasets.DatasetDict(
-        train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5])
-    )
+    parts = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5]))
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a: asked.append(a) or parts)
     task = load_task("gsm8k")
@@ -210,9 +208,7 @@ def test_math_verify_knows_its_thread(monkeypatch):
     assert set(limits) == ({5} if sys.platform != "win32" else {None})
     limits.clear()
     rewards = []
-    worker = threading.Thread(
-        target=lambda: rewards.extend(math_verify_reward([""], ["1"], answer=["1"]))
-    )
+    worker = threading.Thread(target=lambda: rewards.extend(math_verify_reward([""], ["1"], answer=["1"])))
     worker.start()
     worker.join()
     assert rewards == [1.0] and set(limits) == {None}
@@ -254,10 +250,7 @@ def test_prompt_batch_depends_on_seed_and_step_only(ten):
 
 def test_prompt_batch_epochs(ten):
     """Three batches of 3 to an epoch of 10 rows; the tenth, another one each time, is dropped."""
-    epochs = [
-        sum((prompt_batch(ten, 3, seed=0, step=3 * e + s)["prompt"] for s in range(3)), [])
-        for e in range(8)
-    ]
+    epochs = [sum((prompt_batch(ten, 3, seed=0, step=3 * e + s)["prompt"] for s in range(3)), []) for e in range(8)]
     assert all(len(set(epoch)) == 9 for epoch in epochs)
     everything = {row["prompt"] for row in ROWS}
     assert len({(everything - set(epoch)).pop() for epoch in epochs}) > 1
@@ -285,6 +278,4 @@ def test_prompt_batch_wants_counts(ten, seed, step):
 
 
 def test_prompt_batch_whole_dataset(ten):
-    assert sorted(prompt_batch(ten, 10, seed=1, step=4)["prompt"]) == sorted(
-        r["prompt"] for r in ROWS
-    )
+    assert sorted(prompt_batch(ten, 10, seed=1, step=4)["prompt"]) == sorted(r["prompt"] for r in ROWS)

@@ -1,7 +1,7 @@
 """Rollout engines: sample completions with their log-probabilities, and take new weights after every step.
 
-`engine.py` holds the records and the protocol, `sampling.py` the distribution that is sampled from, `native.py` the engine
-that runs a transformers model in this process.
+`engine.py` holds the records and the protocol, `sampling.py` the distribution that is sampled from, `native.py` the
+engine that runs a transformers model in this process.
 """
 
 from fp8lab.rollout.engine import Rollout, RolloutEngine

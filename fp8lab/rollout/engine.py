@@ -25,11 +25,14 @@ class Rollout:
     tokens: torch.Tensor
     """(B, T) int64, padded on the right."""
     logprobs: torch.Tensor
-    """(B, T) float32, 0 outside the mask; of the distribution that was sampled from unless sampling says `raw_logprobs`."""
+    """(B, T) float32, 0 outside the mask; of the distribution that was sampled from unless sampling says
+    `raw_logprobs`."""
     mask: torch.Tensor
     """(B, T) bool: True on completion tokens, end-of-sequence token included."""
     prompt_lengths: torch.Tensor
     """(B,) int64."""
+    lengths: torch.Tensor
+    """(B,) int64: tokens of prompt and completion together."""
     finished: torch.Tensor
     """(B,) bool: the completion ended by itself; False means it was cut at max_tokens or at the context limit."""
     completions: tuple[str, ...]
@@ -43,21 +46,13 @@ class Rollout:
                 f"{tuple(self.mask.shape)} must have one shape (B, T)"
             )
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """(B,) int64: tokens of prompt and completion together."""
-        return self.prompt_lengths + self.mask.sum(dim=1)
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """(B, T) int64: 1 on real tokens."""
-        return (torch.arange(self.tokens.shape[1]) < self.lengths[:, None]).long()
-
 
 class RolloutEngine(Protocol):
     """What the loop asks of an engine."""
 
-    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams, *, seed: int) -> Rollout:
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams, *, seed: int
+    ) -> Rollout:
         """Sample `sampling.n` completions for each prompt; the same seed and weights give the same rollout."""
 
     def refit(self, weights: Mapping[str, torch.Tensor] | Any) -> None:

@@ -1,12 +1,13 @@
 """NativeEngine: batched sampling on a transformers model, with a KV cache, in this process.
 
-A prompt is read once (prefill) and its keys and values are copied to its n completions; then all sequences grow by one token
-per forward (decode), and a finished one leaves the batch. The engine owns its own copy of the model, converted with the
-plan's rollout side: `refit` copies the trainer's weights into it and requantizes them, as an inference engine does after
-every training step.
+A prompt is read once (prefill) and its keys and values are copied to its n completions; then all sequences grow by one
+token per forward (decode), and a finished one leaves the batch. The engine owns its own copy of the model, converted
+with the plan's rollout side: `refit` copies the trainer's weights into it and requantizes them, as an inference engine
+does after every training step.
 
-`kernels="other"` makes its GEMMs add in another order than the trainer's. Two real engines always differ like this; with the same
-kernels on both sides the remaining gap is that of prefill and decode shapes, which is next to nothing *by construction*.
+`kernels="other"` makes its GEMMs add in another order than the trainer's. Two real engines always differ like this;
+with the same kernels on both sides the remaining gap is that of prefill and decode shapes, which is next to nothing *by
+construction*.
 
 Left out: paged KV memory, continuous batching across calls, FP8 KV cache.
 """
@@ -14,7 +15,6 @@ Left out: paged KV memory, continuous batching across calls, FP8 KV cache.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from fp8lab.convert import convert
 from fp8lab.linear import refresh
-from fp8lab.models import load_model, load_tokenizer, named_weights
+from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
 from fp8lab.rollout.sampling import SamplingParams, draw
@@ -54,8 +54,6 @@ class NativeEngine:
         self.tokenizer, self.plan, self.max_batch_size = tokenizer, plan, max_batch_size
         self.model.eval().requires_grad_(False)
         self.conversion = convert(self.model, plan, side="rollout", kernels=kernels)
-        parameters = inspect.signature(self.model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.2x
         eos = self.model.generation_config.eos_token_id
         eos = tokenizer.eos_token_id if eos is None else eos
         self._eos = torch.tensor([eos] if isinstance(eos, int) else list(eos or []), dtype=torch.long)
@@ -64,8 +62,8 @@ class NativeEngine:
     def refit(self, source: Mapping[str, torch.Tensor] | Any) -> None:
         """Copy new weights in and requantize them.
 
-        source: a Trainer (anything with `.model`) or float32 tensors under the model's parameter names. All names and shapes are
-        checked before anything is written; ValueError names what is missing, unknown or of another shape.
+        source: a Trainer (anything with `.model`) or float32 tensors under the model's parameter names. All names and
+        shapes are checked before anything is written; ValueError names what is missing, unknown or of another shape.
         """
         new = source if isinstance(source, Mapping) else named_weights(source.model)
         own = named_weights(self.model)
@@ -95,8 +93,8 @@ class NativeEngine:
     ) -> Rollout:
         """Sample `sampling.n` completions for each prompt.
 
-        prompts: strings, or lists of token ids. on_batch(done, total) is called after each batch of sequences. Raises ValueError for
-        no prompts, an empty prompt, or one that leaves no room in the context.
+        prompts: strings, or lists of token ids. on_batch(done, total) is called after each batch of sequences. Raises
+        ValueError for no prompts, an empty prompt, or one that leaves no room in the context.
         """
         ids = self._encode(prompts)
         per_batch = max(1, self.max_batch_size // sampling.n)
@@ -123,8 +121,8 @@ class NativeEngine:
                 raise ValueError(f"prompt {prompt!r} has no tokens; a prompt needs at least one")
             if len(tokens) >= limit:
                 raise ValueError(
-                    f"a prompt has {len(tokens)} tokens ({str(prompt)[:40]!r}...); the context is {limit} and needs room for at "
-                    "least one new token: shorten the prompt"
+                    f"a prompt has {len(tokens)} tokens ({str(prompt)[:40]!r}...); the context is {limit} and needs "
+                    "room for at least one new token: shorten the prompt"
                 )
         return ids
 
@@ -132,16 +130,11 @@ class NativeEngine:
         """Completions (tokens, logprobs) of prompts x n sequences, in order; uniform: (prompts * n, max_tokens)."""
         from transformers import DynamicCache
 
-        longest = max(map(len, prompts))
         lengths = torch.tensor([len(p) for p in prompts])
-        left = longest - lengths  # padding on the left keeps the newest token of every sequence in the same column
-        tokens = torch.zeros((len(prompts), longest), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-        attention = (torch.arange(longest) >= left[:, None]).long()
-        positions = (torch.arange(longest) - left[:, None]).clamp(min=0)
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+        tokens, attention, positions = left_pad(padded, lengths)  # the newest token of every row in the same column
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(tokens, attention, positions, cache, logits_to_keep=1)
+        logits = forward(self.model, tokens, attention, positions, cache, logits_to_keep=1)[:, -1]
         n = sampling.n
         cache.batch_repeat_interleave(n)
         logits, attention = logits.repeat_interleave(n, dim=0), attention.repeat_interleave(n, dim=0)
@@ -162,21 +155,9 @@ class NativeEngine:
                 cache.batch_select_indices(keep)
                 active, new, attention, position = active[keep], new[keep], attention[keep], position[keep]
             attention = torch.cat([attention, attention.new_ones(len(active), 1)], dim=1)
-            logits = self._forward(new[:, None], attention, position[:, None], cache)
+            logits = forward(self.model, new[:, None], attention, position[:, None], cache)[:, -1]
             position = position + 1
         return results
-
-    def _forward(self, tokens, attention, positions, cache, **kwargs) -> torch.Tensor:
-        """Logits (B, V) at the last column."""
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=attention,
-            position_ids=positions,
-            use_cache=True,
-            **{self._cache_argument: cache},
-            **kwargs,
-        )
-        return out.logits[:, -1]
 
     def _pack(self, ids: list[list[int]], results, sampling: SamplingParams) -> Rollout:
         prompts = [p for p in ids for _ in range(sampling.n)]
@@ -196,6 +177,7 @@ class NativeEngine:
             logprobs=logprobs,
             mask=mask,
             prompt_lengths=torch.tensor([len(p) for p in prompts]),
+            lengths=torch.tensor([len(p) + len(new) for p, (new, _) in zip(prompts, results, strict=True)]),
             finished=torch.tensor([new[-1] in eos for new, _ in results]),
             completions=tuple(self.tokenizer.batch_decode([new for new, _ in results], skip_special_tokens=True)),
             sampling=sampling,

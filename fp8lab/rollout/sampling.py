@@ -1,8 +1,8 @@
 """From logits to a token: temperature, top-k, top-p, and the log-probability of what was drawn.
 
-The names are vLLM's. The log-probability returned is that of the *processed* distribution, the one really sampled from: after
-temperature and truncation. The trainer must score under the same distribution; with top-p or top-k it cannot see which tokens
-were cut, and its ratio to the rollout is biased by the kept mass, so RL samples with temperature alone.
+The names are vLLM's. The log-probability returned is that of the *processed* distribution, the one really sampled from:
+after temperature and truncation. The trainer must score under the same distribution; with top-p or top-k it cannot see
+which tokens were cut, and its ratio to the rollout is biased by the kept mass, so RL samples with temperature alone.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting the cumulative distribution at `uniform`.
 
-    logits: (B, V); uniform: (B,) float64 in [0, 1), one random number per sequence, so that a sequence's tokens do not depend on
-    which others share its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32.
+    logits: (B, V); uniform: (B,) float64 in [0, 1), one random number per sequence, so that a sequence's tokens do not
+    depend on which others share its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32.
     """
     logprobs = processed_logprobs(logits, sampling)
     if sampling.temperature == 0:

@@ -1,0 +1,290 @@
+"""The whole loop: the arms differ as they should, faults are seen, and a run repeats and resumes bit for bit."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fp8lab import experiment
+from fp8lab.diagnostics import differing_layers
+from fp8lab.experiment import ExperimentConfig, Loop, resume, run
+from fp8lab.grpo import GRPOConfig
+from fp8lab.linear import float8_layers
+from fp8lab.precision import PrecisionPlan
+from fp8lab.recipes import load_recipe, recipe_data, recipe_names
+from fp8lab.runlog import RunLog
+
+SMALL = ExperimentConfig(
+    steps=6,
+    prompts_per_step=8,
+    eval_every=3,
+    eval_prompts=16,
+    eval_samples=1,
+    checkpoint_every=2,
+    grpo=GRPOConfig(num_generations=4, warmup_steps=2, learning_rate=5e-4),
+)
+
+
+def small(plan="fp8-e2e", **changes):
+    return dataclasses.replace(SMALL, name=plan, plan=PrecisionPlan.preset(plan), **changes)
+
+
+def mismatch_of(config, steps=3, change=lambda loop: None):
+    """Mean token_mult_prob_error over a few steps; `change(loop)` is called before each."""
+    loop = Loop(config)
+    errors = []
+    for number in range(1, steps + 1):
+        change(loop)
+        errors.append(loop.step(number)[0]["token_mult_prob_error"])
+    return sum(errors) / len(errors), loop
+
+
+def test_the_three_arms():
+    wide = dict(prompts_per_step=32)
+    bf16, _ = mismatch_of(small("bf16", **wide))
+    e2e, loop = mismatch_of(small("fp8-e2e", **wide))
+    rollout_only, _ = mismatch_of(small("fp8-rollout", **wide))
+    assert bf16 < 1.001
+    assert e2e < 1.005
+    assert rollout_only >= 1.02
+    assert differing_layers(loop.trainer.model, loop.engine.model) == {}
+
+
+def test_a_skipped_refit_is_seen(monkeypatch):
+    """End to end the engines hold the same bytes after every step; without the refit they do not, and it shows."""
+    config = small("fp8-e2e", prompts_per_step=32, grpo=dataclasses.replace(SMALL.grpo, learning_rate=2e-3))
+    honest, loop = mismatch_of(config, steps=4)
+    assert honest < 1.005 and differing_layers(loop.trainer.model, loop.engine.model) == {}
+    monkeypatch.setattr("fp8lab.rollout.native.NativeEngine.refit", lambda self, source: None)
+    stale, loop = mismatch_of(config, steps=4)
+    assert stale > 1.005 and len(differing_layers(loop.trainer.model, loop.engine.model)) > 10
+
+
+def test_a_power_of_two_scale_on_one_side_is_seen():
+    pow2 = PrecisionPlan.preset("fp8-e2e", rule="pow2")
+    plan = dataclasses.replace(PrecisionPlan.preset("fp8-e2e"), rollout=pow2.rollout)
+    error, loop = mismatch_of(dataclasses.replace(small(prompts_per_step=32), plan=plan))
+    assert error > 1.005 and not plan.same_on_both_sides()
+    assert "scale rules differ" in differing_layers(loop.trainer.model, loop.engine.model)["model.layers.0.mlp.up_proj"]
+    both, _ = mismatch_of(dataclasses.replace(small(prompts_per_step=32), plan=pow2))
+    assert both < 1.005
+
+
+def flip_one_byte(layer):
+    codes = layer.quantized.packed.codes.clone()
+    codes[3, 5] ^= 0x40
+    packed = dataclasses.replace(layer.quantized.packed, codes=codes)
+    layer._cache = layer.quantized._replace(packed=packed, values=packed.dequantize())
+
+
+def invert_scales(layer):
+    packed = dataclasses.replace(layer.quantized.packed, scale=1 / layer.quantized.packed.scale)
+    layer._cache = layer.quantized._replace(packed=packed, values=packed.dequantize())
+
+
+@pytest.mark.parametrize("fault", [flip_one_byte, invert_scales])
+def test_planted_faults_in_the_rollouts_weights_are_seen(fault):
+    loop = Loop(small())
+    assert differing_layers(loop.trainer.model, loop.engine.model) == {}
+    fault(dict(float8_layers(loop.engine.model))["model.layers.2.self_attn.o_proj"])
+    assert list(differing_layers(loop.trainer.model, loop.engine.model)) == ["model.layers.2.self_attn.o_proj"]
+    if fault is invert_scales:
+        assert loop.step(1)[0]["token_mult_prob_error"] > 1.5
+
+
+def test_other_kernels_show_an_engine_gap_in_bf16():
+    same, _ = mismatch_of(small("bf16", prompts_per_step=32))
+    other, _ = mismatch_of(small("bf16", prompts_per_step=32, rollout_kernels="other"))
+    assert 1 <= same < other < 1.005
+
+
+def test_the_moe_model_runs_and_says_what_it_leaves_alone():
+    loop = Loop(small(model="tiny-qwen3-moe"))
+    row, _ = loop.step(1)
+    assert torch.tensor(row["loss"]).isfinite() and row["token_mult_prob_error"] < 1.01
+    assert any("experts" in name for name in loop.trainer.conversion.untouched)
+    assert len(loop.trainer.conversion.fp8) == 16  # q, k, v, o of four layers
+
+
+@pytest.mark.slow
+def test_bf16_learns():
+    config = dataclasses.replace(load_recipe("bf16"), steps=25, eval_every=25)
+    loop = Loop(config)
+    first = loop.evaluate(0)["validation_accuracy"]
+    for number in range(1, 26):
+        loop.step(number)
+    last = loop.evaluate(25)["validation_accuracy"]
+    assert 0.25 < first < 0.36 and last > first + 0.15
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return run(small(), tmp_path_factory.mktemp("runs") / "reference")
+
+
+def test_a_run_directory_is_complete(reference):
+    rows = reference.rows()
+    assert [row["step"] for row in rows] == list(range(7))
+    assert ["validation_accuracy" in row for row in rows] == [True, False, False, True, False, False, True]
+    assert rows[-1]["validation_samples"] == 2 * 1000  # the last evaluation takes every validation prompt, twice
+    assert [row["step"] for row in reference.rows("timing")] == list(range(7))
+    sample = reference.rows("samples")[0]
+    assert set(sample) == {"step", "prompt", "completion", "reward"}
+    assert reference.latest_checkpoint()[0] == 6
+    assert len(list((reference.folder / "checkpoints").iterdir())) == 2
+    environment = json.loads((reference.folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert ExperimentConfig.from_dict(reference.config) == small()
+
+
+def test_the_same_seed_gives_the_same_bytes(reference, tmp_path):
+    again = run(small(), tmp_path / "again")
+    assert (again.folder / "metrics.jsonl").read_bytes() == (reference.folder / "metrics.jsonl").read_bytes()
+    other = run(small(seed=1, steps=1), tmp_path / "other")
+    assert other.rows()[1] != reference.rows()[1]
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 4])
+def test_a_stopped_run_resumes_to_the_same_bytes(reference, tmp_path, stop_after):
+    seen = []
+    log = run(small(), tmp_path / "run", on_step=seen.append, should_stop=lambda: len(seen) > stop_after)
+    assert log.rows()[-1]["step"] == stop_after
+    resume(log.folder)
+    assert (log.folder / "metrics.jsonl").read_bytes() == (reference.folder / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["after metrics", "in a checkpoint", "torn line", "in evaluation"])
+def test_a_crash_anywhere_resumes_to_the_same_bytes(reference, tmp_path, monkeypatch, place):
+    class Crash(BaseException):
+        pass
+
+    counter = {"n": 0}
+
+    def crash_at(n, original):
+        def wrapper(*args, **kwargs):
+            counter["n"] += 1
+            if counter["n"] == n:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if place == "in a checkpoint":
+            patch.setattr("fp8lab.trainer.save_file", None, raising=False)
+            patch.setattr("safetensors.torch.save_file", crash_at(2, __import__("safetensors.torch").torch.save_file))
+        elif place == "in evaluation":
+            patch.setattr(Loop, "evaluate", crash_at(2, Loop.evaluate))
+        else:
+            patch.setattr(experiment.Trainer, "save", crash_at(2, experiment.Trainer.save))
+        with pytest.raises(Crash):
+            run(small(), folder)
+    if place == "torn line":
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 5, "rew')
+    resume(folder)
+    assert (folder / "metrics.jsonl").read_bytes() == (reference.folder / "metrics.jsonl").read_bytes()
+    assert not list(folder.glob("checkpoints/.*"))
+
+
+@pytest.mark.slow
+def test_kill_9_resumes_to_the_same_bytes(tmp_path):
+    """The real thing: the process is killed at random moments, resumed, and killed again."""
+    recipe = tmp_path / "small.yaml"
+    config = small().to_dict() | {"name": "small", "plan": "fp8-e2e", "steps": 30}
+    recipe.write_text(json.dumps({"about": "test", "experiment": config}))
+    command = [sys.executable, "-m", "fp8lab"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "run", recipe, "--out", tmp_path / "whole"], env=environment, check=True, timeout=300)
+    chance = random.Random(0)
+    arguments = ["run", recipe, "--out", tmp_path / "killed"]
+    kills = 0
+    for _ in range(3):
+        process = subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.DEVNULL)
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        start = metrics.read_bytes() if metrics.exists() else b""
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and metrics.read_bytes() != start:
+                break
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 1.0))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        arguments = ["resume", tmp_path / "killed"]
+    assert kills >= 2
+    subprocess.run([*command, *arguments], env=environment, check=True, timeout=300)
+    assert (tmp_path / "killed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_run_directories_are_protected(reference, tmp_path):
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        run(small(), reference.folder)
+    with pytest.raises(FileNotFoundError, match="no run directory"):
+        resume(tmp_path)
+    with RunLog(tmp_path / "busy"), pytest.raises(RuntimeError, match="another process"), RunLog(tmp_path / "busy"):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write the run directory"), RunLog(tmp_path / "file"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"plan": PrecisionPlan.preset("fp8-rollout"), "grpo": GRPOConfig(importance_sampling="none")}, "ablation"),
+    ],
+)
+def test_bad_configs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_fp8_rollout_without_correction_warns_when_asked_for():
+    with pytest.warns(UserWarning, match="biased"):
+        small("fp8-rollout", grpo=GRPOConfig(importance_sampling="none"), allow_uncorrected_fp8_rollout=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"stepz": 3}, "stepz"),
+        ({"grpo": {"lr": 1}}, "lr"),
+        ({"plan": "fp9"}, "fp9.*allowed: bf16, fp8-rollout, fp8-e2e"),
+        ({"plan": {"rollout": {"linear": {"wight": "e4m3"}}}}, "wight"),
+    ],
+)
+def test_unknown_keys_are_named(data, message):
+    with pytest.raises(ValueError, match=message):
+        ExperimentConfig.from_dict(data)
+
+
+def test_recipes_load_and_differ_in_the_plan_alone():
+    assert {"bf16", "fp8-rollout", "fp8-e2e"} <= set(recipe_names())
+    base = load_recipe("bf16")
+    for name in ("fp8-rollout", "fp8-e2e"):
+        config = load_recipe(name)
+        assert config.plan == PrecisionPlan.preset(name) and config.name == name
+        assert dataclasses.replace(config, name="bf16", plan=base.plan) == base
+    assert recipe_data("fp8-e2e")["sources"]
+    with pytest.raises(ValueError, match="no recipe 'nope'; allowed: .*fp8-e2e"):
+        load_recipe("nope")
+
+
+def test_an_unknown_recipe_key_is_named(tmp_path):
+    (tmp_path / "a.yaml").write_text("experimint: {}\n")
+    with pytest.raises(ValueError, match="experimint"):
+        load_recipe(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="a list"):
+        load_recipe(tmp_path / "b.yaml")

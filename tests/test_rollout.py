@@ -1,0 +1,217 @@
+"""The native engine against transformers' own forward and generate, and its behaviour on bad input."""
+
+import copy
+
+import pytest
+import torch
+
+from fp8lab.convert import restore
+from fp8lab.diagnostics import differing_layers
+from fp8lab.models import load_model, load_tokenizer, named_weights
+from fp8lab.precision import PrecisionPlan
+from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
+from fp8lab.rollout.sampling import draw, processed_logprobs
+from fp8lab.trainer import Trainer
+
+PROMPTS = ["47+38=", "5-9=", "12+7=", "99+99="]
+PLANS = ("bf16", "fp8-rollout", "fp8-e2e")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return NativeEngine("tiny-llama", PrecisionPlan.preset("bf16"))
+
+
+def full_forward_logprobs(model, rollout: Rollout) -> torch.Tensor:
+    """Log-probs from transformers, one unpadded sequence at a time, without a cache."""
+    out = torch.zeros_like(rollout.logprobs)
+    for row, length in enumerate(rollout.lengths.tolist()):
+        logits = model(rollout.tokens[row : row + 1, :length], use_cache=False).logits[0].double()
+        chosen = logits[:-1].log_softmax(-1).gather(1, rollout.tokens[row, 1:length, None]).squeeze(1)
+        out[row, 1:length] = chosen.float()
+    return torch.where(rollout.mask, out, 0.0)
+
+
+@pytest.mark.parametrize("model_name", ["tiny-llama", "tiny-qwen3-moe"])
+def test_logprobs_equal_the_full_forward_in_float32(model_name):
+    engine = NativeEngine(model_name, PrecisionPlan.preset("bf16"))
+    restore(engine.model)  # plain float32 linears: what is left is the engine's own bookkeeping
+    rollout = engine.generate(PROMPTS, SamplingParams(n=3, max_tokens=6), seed=1)
+    with torch.no_grad():
+        reference = full_forward_logprobs(load_model(model_name), rollout)
+    assert rollout.mask.sum() > 20
+    torch.testing.assert_close(rollout.logprobs, reference, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_equal_generate(tokenizer):
+    model = load_model("tiny-llama")
+    engine = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
+    restore(engine.model)
+    rollout = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=6), seed=0)
+    for row, prompt in enumerate(PROMPTS):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[0]
+        ours = rollout.tokens[row, : rollout.lengths[row]]
+        assert ours.tolist() == expected[: len(ours)].tolist()
+
+
+def test_fp8_logprobs_match_the_trainers_fp8_forward():
+    plan = PrecisionPlan.preset("fp8-e2e")
+    trainer = Trainer("tiny-llama", plan)
+    engine = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer)
+    rollout = engine.generate(PROMPTS, SamplingParams(n=8, max_tokens=6), seed=2)
+    difference = (rollout.logprobs - trainer.score(rollout))[rollout.mask].abs()
+    assert difference.mean() < 2e-3
+    other = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer, kernels="other")
+    rollout = other.generate(PROMPTS, SamplingParams(n=8, max_tokens=6), seed=2)
+    difference = (rollout.logprobs - trainer.score(rollout))[rollout.mask].abs()
+    assert 0 < difference.mean() < 2e-2
+
+
+def test_layout_of_a_rollout(engine, tokenizer):
+    rollout = engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=6), seed=3)
+    assert rollout.tokens.shape == rollout.mask.shape == rollout.logprobs.shape
+    assert len(rollout.completions) == 8 and len(rollout.finished) == 8
+    for row in range(8):
+        prompt = tokenizer(PROMPTS[row // 2]).input_ids
+        start, end = len(prompt), int(rollout.lengths[row])
+        assert rollout.prompt_lengths[row] == start
+        assert rollout.tokens[row, :start].tolist() == prompt
+        assert rollout.mask[row].nonzero().flatten().tolist() == list(range(start, end))
+        ended = rollout.tokens[row, end - 1] == tokenizer.eos_token_id
+        assert bool(rollout.finished[row]) == bool(ended)
+        assert (rollout.logprobs[row][~rollout.mask[row]] == 0).all()
+        assert (rollout.logprobs[row][rollout.mask[row]] < 0).all()
+        text = tokenizer.decode(rollout.tokens[row, start:end], skip_special_tokens=True)
+        assert rollout.completions[row] == text
+
+
+def test_same_seed_same_rollout_and_batches_do_not_matter(engine):
+    sampling = SamplingParams(n=4, max_tokens=6)
+    first = engine.generate(PROMPTS, sampling, seed=7)
+    again = engine.generate(PROMPTS, sampling, seed=7)
+    assert torch.equal(first.tokens, again.tokens) and torch.equal(first.logprobs, again.logprobs)
+    assert not torch.equal(first.tokens, engine.generate(PROMPTS, sampling, seed=8).tokens)
+    small = copy.copy(engine)
+    small.max_batch_size = 4
+    calls = []
+    split = small.generate(PROMPTS, sampling, seed=7, on_batch=lambda done, total: calls.append((done, total)))
+    assert torch.equal(first.tokens, split.tokens)
+    torch.testing.assert_close(first.logprobs, split.logprobs, atol=0.05, rtol=0)  # BF16 rounding of other last bits
+    assert calls == [(4, 16), (8, 16), (12, 16), (16, 16)]
+
+
+def test_sampling_frequencies_follow_the_model(engine, tokenizer):
+    rollout = engine.generate(["47+38="], SamplingParams(n=4000, max_tokens=1), seed=0)
+    first = rollout.tokens[:, rollout.prompt_lengths[0]]
+    probability = rollout.logprobs[rollout.mask].exp()
+    for token in first.unique():
+        share, expected = (first == token).float().mean(), probability[first == token][0]
+        assert abs(share - expected) < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-3
+
+
+def test_processed_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    plain = processed_logprobs(logits, SamplingParams())
+    torch.testing.assert_close(plain, logits.log_softmax(-1))
+    warm = processed_logprobs(logits, SamplingParams(temperature=0.5))
+    torch.testing.assert_close(warm, (2 * logits).log_softmax(-1))
+    top2 = processed_logprobs(logits, SamplingParams(top_k=2))
+    torch.testing.assert_close(top2[0, :2], logits[0, :2].log_softmax(-1))
+    assert top2[0, 2:].isinf().all()
+    # probabilities 0.644, 0.237, 0.087, 0.032: two tokens are needed to reach 0.7
+    nucleus = processed_logprobs(logits, SamplingParams(top_p=0.7))
+    torch.testing.assert_close(nucleus, top2)
+    assert processed_logprobs(logits, SamplingParams(top_p=1e-9))[0, 0] == 0
+
+
+def test_raw_logprobs_ignore_processing():
+    logits, uniform = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0.99], dtype=torch.float64)
+    token, raw = draw(logits, uniform, SamplingParams(temperature=3.0, raw_logprobs=True))
+    assert token.item() == 2
+    torch.testing.assert_close(raw, logits.log_softmax(-1)[:, 2])
+    _, processed = draw(logits, uniform, SamplingParams(temperature=3.0))
+    torch.testing.assert_close(processed, (logits / 3).log_softmax(-1)[:, 2])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_draw_never_takes_a_removed_token(uniform):
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
+    token, logprob = draw(logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams())
+    assert token.item() == 1 and logprob.item() == 0.0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_refit_is_idempotent_and_proves_equal_bytes(plan, tokenizer):
+    plan = PrecisionPlan.preset(plan)
+    trainer = Trainer("tiny-llama", plan)
+    engine = NativeEngine(trainer.model, plan, tokenizer=tokenizer)
+    first = {name: tensor.clone() for name, tensor in named_weights(trainer.model).items()}
+    second = {name: tensor * 1.01 for name, tensor in first.items()}
+    sampling = SamplingParams(n=2, max_tokens=6)
+    before = engine.generate(PROMPTS, sampling, seed=4)
+    engine.refit(second)
+    assert differing_layers(trainer.model, engine.model)
+    assert not torch.equal(before.logprobs, engine.generate(PROMPTS, sampling, seed=4).logprobs)
+    engine.refit(first)
+    after = engine.generate(PROMPTS, sampling, seed=4)
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.logprobs, after.logprobs)
+    assert bool(differing_layers(trainer.model, engine.model)) == (not plan.same_on_both_sides())
+    assert engine.refits == 2
+
+
+def test_a_bad_refit_changes_nothing(engine):
+    good = {name: tensor.clone() for name, tensor in named_weights(engine.model).items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    cases = [
+        ({k: v for k, v in good.items() if k != name}, f"missing {name}"),
+        ({**good, "extra": torch.zeros(1)}, "unknown extra"),
+        ({**good, name: good[name][:1]}, r"has shape \(1, 128\), expected \(256, 128\)"),
+    ]
+    before = engine.generate(PROMPTS, SamplingParams(max_tokens=4), seed=1)
+    for bad, message in cases:
+        changed = {k: v + 1 for k, v in bad.items()}
+        with pytest.raises(ValueError, match=message):
+            engine.refit(changed)
+    after = engine.generate(PROMPTS, SamplingParams(max_tokens=4), seed=1)
+    assert torch.equal(before.logprobs, after.logprobs)
+
+
+def test_bad_prompts_are_refused_and_the_engine_stays_usable(engine):
+    limit = engine.model.config.max_position_embeddings
+    for prompts, message in [
+        ([], "non-empty list"),
+        ("47+38=", "non-empty list"),
+        ([""], "has no tokens"),
+        ([[]], "has no tokens"),
+        (["1" * limit], f"the context is {limit}"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, SamplingParams(), seed=0)
+    longest = engine.generate(["1" * (limit - 2)], SamplingParams(max_tokens=10), seed=0)
+    assert longest.mask.sum() <= 2  # room for two tokens, then the context is full
+    assert engine.generate(["1+1="], SamplingParams(), seed=0).mask.any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", -1)],
+)
+def test_bad_sampling_parameters(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_missing_checkpoints_say_what_is_allowed(tmp_path):
+    plan = PrecisionPlan.preset("bf16")
+    with pytest.raises(FileNotFoundError, match="tiny-llama"):
+        NativeEngine("no-such-model", plan)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        NativeEngine(str(tmp_path), plan)
+    with pytest.raises(ValueError, match="tokenizer"):
+        NativeEngine(load_model("tiny-llama"), plan)

@@ -1,0 +1,264 @@
+"""Figures are pure and complete; the panel, driven as plain Python, runs, stops, fails in the open, and remembers."""
+
+import dataclasses
+import importlib.util
+import json
+import threading
+import time
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from fp8lab.experiment import ExperimentConfig
+from fp8lab.precision import PrecisionPlan
+from fp8lab.ui import lessons, plots, runner
+from fp8lab.ui.panels import RunPanel, arm_name, static_reason
+
+TINY = ExperimentConfig(steps=2, prompts_per_step=4, eval_prompts=8, eval_samples=1, rollout_kernels="other")
+
+
+def rows(steps, gap=0.02):
+    first = {"step": 0, "validation_accuracy": 0.3, "validation_samples": 100}
+    later = [{"step": s, "reward": 0.3 + s / 100, "token_mult_prob_error": 1 + gap} for s in range(1, steps + 1)]
+    later[-1] |= {"validation_accuracy": 0.5, "validation_samples": 400}
+    return [first, *later]
+
+
+RUNS = {"bf16": rows(4, 0.0), "fp8-rollout": rows(4), "fp8-e2e, last 1 in BF16": rows(3, 1e-4)}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8LAB_HOME", str(tmp_path / "runs"))
+    for name in ("FP8LAB_STATIC", "VSCODE_PID", "VSCODE_CWD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_live_figure_draws_three_curves_an_arm_and_updates_in_place():
+    before = json.dumps(RUNS)
+    figure = plots.live_figure({"bf16": rows(2)}, 10)
+    assert [t.meta for t in figure.data] == ["bf16/reward", "bf16/validation", "bf16/mismatch"]
+    plots.add_arms(figure, RUNS)
+    plots.update_live(figure, RUNS, 10)
+    assert len(figure.data) == 9 and json.dumps(RUNS) == before
+    found = {trace.meta: trace for trace in figure.data}
+    assert found["fp8-rollout/mismatch"].y == pytest.approx([0.02] * 4)
+    assert found["bf16/mismatch"].y == (plots.FLOOR,) * 4, "a log axis cannot show zero"
+    assert found["bf16/validation"].x == (0, 4)
+    assert [t.showlegend for t in figure.data] == [False, True, False] * 3
+    plots.update_live(figure, {}, 10)
+    assert all(len(trace.x) == 0 for trace in figure.data)
+
+
+def figures():
+    maps = PrecisionPlan.preset("fp8-rollout")
+    decisions = [
+        maps.decide(f"model.layers.{i}.mlp.up_proj", side, 2) for i in (0, 1) for side in ("rollout", "trainer")
+    ]
+    spread = {"bf16": np.zeros(9), "fp8-rollout": np.linspace(-1, 1, 50)}
+    both = plots.summary({"bf16": rows(4), "fp8-e2e": rows(4), "fp8-rollout": rows(4)})
+    return {
+        "live": plots.live_figure(RUNS, 4),
+        "histogram": plots.ratio_histogram(spread),
+        "published": plots.published_beside_ours(both),
+        "map": plots.precision_map(decisions),
+    }
+
+
+@pytest.mark.parametrize("name", ["live", "histogram", "published", "map"])
+def test_every_figure_names_axes_and_backend_and_fits_both_themes(name):
+    figure = figures()[name]
+    assert isinstance(figure, go.Figure) and len(figure.data) > 0
+    assert "emulated" in figure.layout.title.subtitle.text
+    assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == plots.CLEAR
+    titles = [axis.title.text for axis in [*figure.select_xaxes(), *figure.select_yaxes()]]
+    assert any(titles)
+    assert "white" not in figure.to_json() and "https://" not in figure.to_json()
+
+
+def test_an_arm_keeps_its_colour_and_a_variant_is_dotted():
+    base, variant = plots.arm_style("fp8-e2e"), plots.arm_style("fp8-e2e, last 1 in BF16")
+    assert variant.color == base.color and (base.dash, variant.dash) == ("solid", "dot")
+    assert variant.label == "FP8 end to end, last 1 in BF16"
+    assert plots.arm_style("mine").label == "mine"
+    assert len({arm.color for arm in plots.ARMS.values()}) == len({arm.symbol for arm in plots.ARMS.values()}) == 3
+
+
+def test_histogram_counts_all_tokens_and_clips_the_tails():
+    figure = plots.ratio_histogram({"bf16": np.array([0.0, 5.0, -5.0, 0.0])})
+    assert np.nansum(figure.data[0].y) == pytest.approx(1.0)
+
+
+def test_summary_and_comparison():
+    table = plots.summary({"bf16": rows(4, 0.0), "fp8-e2e": rows(4), "empty": []})
+    assert list(table.index) == ["bf16", "fp8-e2e"]
+    assert table.loc["fp8-e2e", "mean token_mult_prob_error"] == pytest.approx(1.02)
+    assert table.loc["bf16", "± sampling"] == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
+    with pytest.raises(ValueError, match="no run of 'bf16'"):
+        plots.published_beside_ours(table.drop("bf16"))
+    assert plots.summary({}).empty and plots.frame({}).empty
+
+
+# ---- the panel ------------------------------------------------------------------------------------------------------
+
+
+def test_run_to_the_end_then_rebuild_from_disk(tmp_path):
+    panel = RunPanel(TINY)
+    assert isinstance(panel.figure, go.FigureWidget) and panel.view
+    for arm in ("bf16", "fp8-rollout"):
+        panel.toggles[arm].value = False
+    panel.run_button.click()
+    assert panel.run_button.disabled and not panel.stop_button.disabled
+    table = panel.wait(60)
+    assert list(table.arm.unique()) == ["fp8-e2e"] and list(table.step) == [0, 1, 2]
+    assert not panel.run_button.disabled and panel.stop_button.disabled
+    assert panel.status.value.count("Done after") == 1 and panel.progress.value == panel.progress.max == 2
+    drawn = {trace.meta: trace.y for trace in panel.figure.data}
+    assert len(drawn["fp8-e2e/reward"]) == 2 and len(drawn["fp8-e2e/mismatch"]) == 2
+
+    again = RunPanel.from_runs(tmp_path / "runs")
+    assert again.runs == panel.runs and again.base.name == "fp8-e2e"
+    folder = panel.runner.folders["fp8-e2e"]
+    assert RunPanel(TINY).attach(folder).runs == panel.runs
+    assert {trace.meta: trace.y for trace in again.figure.data} == drawn
+
+
+def test_stop_midway_ends_the_thread_and_keeps_the_rows():
+    panel = RunPanel(dataclasses.replace(TINY, steps=100))
+    panel.run_button.click()
+    wait_until(lambda: len(panel.runs["bf16"]) > 1)
+    panel.run_button.click()  # a second click on the way must not start a second thread
+    assert isinstance(panel.error, RuntimeError) and "in progress" in panel.status.value
+    panel.error = None
+    panel.stop_button.click()
+    table = panel.wait(60)
+    assert not panel.running and not any(t.name == "fp8lab-run" and t.is_alive() for t in threading.enumerate())
+    assert table.arm.unique() == ["bf16"] and 2 <= len(table) < 100
+    assert "Stopped after" in panel.status.value
+    assert (panel.runner.folders["bf16"] / "checkpoints").is_dir(), "a stopped run can be resumed"
+
+
+def test_interrupt_while_waiting_means_stop(monkeypatch):
+    panel = RunPanel(dataclasses.replace(TINY, steps=100), arms=["bf16"])
+    panel.start()
+    wait_until(lambda: len(panel.runs["bf16"]) > 1)
+    join, calls = panel.runner._thread.join, []
+
+    def interrupted(timeout):
+        calls.append(timeout)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        join(timeout)
+
+    monkeypatch.setattr(panel.runner._thread, "join", interrupted)
+    assert len(panel.wait(60)) < 100 and panel.runner.stopping
+
+
+def test_an_exception_in_the_thread_is_shown_and_raised():
+    panel = RunPanel(dataclasses.replace(TINY, model="no-such-model"), arms=["bf16"])
+    panel.run_button.click()
+    with pytest.raises(FileNotFoundError, match="no-such-model"):
+        panel.wait(60)
+    assert isinstance(panel.error, FileNotFoundError) and "no-such-model" in panel.status.value
+    assert not panel.run_button.disabled, "one can change something and try again"
+
+
+def test_an_exception_in_a_callback_is_shown_and_raised():
+    panel = RunPanel(TINY)
+    for toggle in panel.toggles.values():
+        toggle.value = False
+    panel.run_button.click()
+    assert "no precision is chosen" in panel.status.value and not panel.running
+    with pytest.raises(ValueError, match="no precision is chosen"):
+        panel.wait()
+
+
+def test_an_exception_while_drawing_is_shown_and_raised(monkeypatch):
+    panel = RunPanel(TINY, arms=["bf16"])
+    monkeypatch.setattr(plots, "update_live", lambda *_: 1 / 0)
+    panel.start()
+    with pytest.raises(ZeroDivisionError):
+        panel.wait(60)
+    assert "ZeroDivisionError" in panel.status.value and not panel.run_button.disabled
+
+
+def test_every_control_over_its_range():
+    panel = RunPanel(TINY)
+    for control in (panel.steps, panel.seed, panel.rate, panel.last):
+        low, high = (10**e for e in (control.min, control.max)) if control is panel.rate else (control.min, control.max)
+        for value in (low, type(low)((low + high) / 2), high):
+            control.value = value
+            for config in panel.configs().values():
+                assert ExperimentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for value in (True, False):
+        panel.other.value = value
+        assert {c.rollout_kernels for c in panel.configs().values()} == {"other" if value else "default"}
+    assert list(panel.configs()) == ["bf16", "fp8-rollout, last 4 in BF16", "fp8-e2e, last 4 in BF16"]
+    panel.last.value = 0
+    assert {name: c.plan.name for name, c in panel.configs().items()} == {arm: arm for arm in plots.ARMS}
+    assert arm_name("bf16", 2) == "bf16"
+
+
+def test_static_mode_has_no_live_widget(monkeypatch):
+    monkeypatch.setenv("FP8LAB_STATIC", "1")
+    shown = []
+    monkeypatch.setattr(plots, "show", shown.append)
+    panel = RunPanel(dataclasses.replace(TINY, steps=1), arms=["bf16"])
+    assert type(panel.figure) is go.Figure and panel.view
+    panel.start()
+    panel.wait(60)
+    assert shown == [panel.figure] and len(panel.figure.data[0].y) == 1
+    monkeypatch.setenv("FP8LAB_STATIC", "0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "anywidget" in static_reason()
+
+
+def test_a_folder_without_runs_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        runner.run_folders(tmp_path)
+
+
+# ---- lessons --------------------------------------------------------------------------------------------------------
+
+
+def test_prediction_is_compared():
+    prediction = lessons.Prediction("a < b?", ["yes", "no"])
+    assert "(nothing yet)" in prediction.compare("yes") and prediction.choice.value is None
+    prediction.choice.value = "no"
+    assert "Noted" in prediction.note.value and prediction.compare("yes").splitlines()[0].endswith("no")
+
+
+@pytest.mark.parametrize(
+    ("changes", "left", "hint"),
+    [
+        ({}, 1.0, "with_bf16"),
+        ({"last": 1}, 0.9, "one layer is not enough"),
+        ({"last": 2}, 0.8, "which end"),
+        ({"last": 3}, 0.4, "at most 2"),
+    ],
+)
+def test_quickstart_hints(changes, left, hint):
+    verdict = lessons.check_fallback(PrecisionPlan.preset("fp8-rollout").with_bf16(**changes), left, 1.0)
+    assert not verdict.ok and hint in verdict.message and hint in verdict._repr_html_()
+
+
+def test_quickstart_checker_and_solution(root):
+    spec = importlib.util.spec_from_file_location("solution", root / "notebooks/solutions/00_quickstart.py")
+    solution = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(solution)
+    assert lessons.check_fallback(solution.plan, 0.5, 1.0).ok
+    assert "start from" in lessons.check_fallback("fp8", 0.5, 1.0).message
+    assert "rollout side only" in lessons.check_fallback(PrecisionPlan.preset("fp8-e2e"), 0.5, 1.0).message
+    assert isinstance(plots.frame(RUNS), pd.DataFrame)
