@@ -1,7 +1,7 @@
 """What the tests hold fp8lab against: the formulas written again in NumPy, without importing fp8lab.
 
-Casts are those of ml_dtypes, scales of powers of two come from exact fractions, and GEMMs run in float64. Slow and plain on
-purpose. At the end: tiny random transformers models, built from configs.
+Casts are those of ml_dtypes, scales of powers of two come from exact fractions, and GEMMs run in float64. Slow and
+plain on purpose. At the end: tiny random transformers models, built from configs.
 """
 
 from fractions import Fraction
@@ -83,7 +83,7 @@ def rounded(x, fmt, block, pow2=False):
 
 
 def linear(x, w, g, *, weight="e4m3", activation="e4m3", gradient="e4m3", pow2=False):
-    """The GEMMs (output, grad_input, grad_weight, grad_bias) of a linear layer in float64; x (M, K), w (N, K), g (M, N).
+    """(output, grad_input, grad_weight, grad_bias) of a linear layer in float64; x (M, K), w (N, K), g (M, N).
 
     The weight is rounded to BF16 first; grad_weight requantizes g and x along tokens, from the originals.
     """
@@ -104,7 +104,7 @@ def sqnr(exact, approximate):
 
 
 def nemo_rl_mismatch(g, t):
-    """NeMo RL's mismatch metrics of token log-probs g (rollout) and t (trainer), both (tokens,); docs/guides/grpo.md."""
+    """NeMo RL's mismatch metrics (docs/guides/grpo.md) of log-probs g (rollout) and t (trainer), both (tokens,)."""
     g, t = np.asarray(g, np.float64), np.asarray(t, np.float64)
     middle = np.log(0.5 * np.exp(t) + 0.5 * np.exp(g))
     return {

@@ -44,6 +44,7 @@ def test_in_place_and_reversible_bit_for_bit(build):
     keys, text = list(model.state_dict()), repr(model)
     result = convert(model, E2E, side="trainer")
     assert result.fp8 and {n for n, _ in float8_layers(model)} == {d.name for d in result.decisions}
+    assert all(layer._cache is not None for _, layer in float8_layers(model))  # quantized now, not at the first forward
     assert same_parameters(model, parameters) and list(model.state_dict()) == keys
     assert {n: m.training for n, m in model.named_modules()} == training
     assert not torch.equal(logits(model), before)

@@ -90,7 +90,7 @@ def test_bf16_output_is_the_float32_one_rounded():
 
 
 def test_each_direction_has_its_own_blocks():
-    """The reference can tell: grad_weight from x quantized along channels is off by far more than the test's tolerance."""
+    """The reference can tell: grad_weight from x quantized along channels is off by far more than the tolerance."""
     x, w, g, _ = data()
     right = references.linear(x.numpy(), w.numpy(), g.numpy())[2]
     wrong = references.rounded(g.numpy(), "e4m3", (1, 128)).T @ references.rounded(x.numpy(), "e4m3", (1, 128))

@@ -122,6 +122,7 @@ def test_same_on_both_sides_is_about_forward_operands():
         (r"re:.*layers\.(1|2)\..*", "model.layers.12.mlp.up_proj", False),
         (r"re:.*layers\.(1|2)\..*", "model.layers.2.mlp.up_proj", True),
         ("re:down_proj", "model.layers.3.mlp.down_proj", False),  # the whole name
+        (r"re:model\.layers", "model.layers.3.mlp.down_proj", False),
         ("MLP", "model.layers.3.mlp.up_proj", False),
     ],
 )

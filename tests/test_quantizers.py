@@ -87,6 +87,7 @@ def test_codes_and_scales_equal_the_numpy_reference(kind, fmt, rule):
     seed=st.integers(0, 99),
 )
 @example(shape=[], block=(1, 128), kind="random", fmt="e4m3", rule="default", seed=0)
+@example(shape=[3, 4, 7], block=(3, 5), kind="random", fmt="e4m3", rule="default", seed=0)
 @example(shape=[7], block=(1, 3), kind="random", fmt="e4m3", rule="default", seed=0)
 @example(shape=[0, 5], block=(128, 128), kind="random", fmt="e4m3", rule="default", seed=0)
 @example(shape=[2, 3, 0], block=(1, WHOLE), kind="random", fmt="e4m3", rule="pow2", seed=0)

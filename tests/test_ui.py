@@ -1,5 +1,6 @@
 """Figures are pure and complete; the panel, driven as plain Python, runs, stops, fails in the open, and remembers."""
 
+import asyncio
 import dataclasses
 import importlib.util
 import json
@@ -108,6 +109,9 @@ def test_summary_and_comparison():
     assert table.loc["bf16", "± sampling"] == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
     with pytest.raises(ValueError, match="no run of 'bf16'"):
         plots.published_beside_ours(table.drop("bf16"))
+    stopped = plots.summary({"bf16": rows(4), "fp8-e2e": rows(3), "fp8-rollout": rows(4)})
+    labels = [label for trace in plots.published_beside_ours(stopped).data for label in trace.y]
+    assert [label for label in labels if "ours" in label] == ["FP8 rollout only · ours "], "stopped at another step"
     assert plots.summary({}).empty and plots.frame({}).empty
 
 
@@ -133,6 +137,37 @@ def test_run_to_the_end_then_rebuild_from_disk(tmp_path):
     folder = panel.runner.folders["fp8-e2e"]
     assert RunPanel(TINY).attach(folder).runs == panel.runs
     assert {trace.meta: trace.y for trace in again.figure.data} == drawn
+
+
+def test_awaiting_leaves_the_event_loop_free():
+    panel = RunPanel(dataclasses.replace(TINY, steps=100), arms=["bf16"])
+
+    async def click_stop():
+        while len(panel.runs["bf16"]) < 2:
+            await asyncio.sleep(0.01)
+        panel.stop_button.click()
+
+    async def cell():
+        panel.start()
+        click = asyncio.create_task(click_stop())
+        rows = await panel.finished()
+        await click
+        return rows
+
+    assert 2 <= len(asyncio.run(cell())) < 100 and panel.runner.stopping
+
+
+def test_cancelling_the_waiting_cell_means_stop():
+    panel = RunPanel(dataclasses.replace(TINY, steps=100), arms=["bf16"])
+
+    async def cell():
+        panel.start()
+        waiting = asyncio.create_task(panel.finished())
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        return await waiting
+
+    assert len(asyncio.run(cell())) < 100 and not panel.running
 
 
 def test_stop_midway_ends_the_thread_and_keeps_the_rows():
@@ -244,8 +279,8 @@ def test_prediction_is_compared():
     ("changes", "left", "hint"),
     [
         ({}, 1.0, "with_bf16"),
-        ({"last": 1}, 0.9, "one layer is not enough"),
-        ({"last": 2}, 0.8, "which end"),
+        ({"last": 1}, 0.9, "One layer is not enough"),
+        ({"last": 2}, 0.8, "Which end"),
         ({"last": 3}, 0.4, "at most 2"),
     ],
 )

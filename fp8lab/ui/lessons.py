@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,22 +25,27 @@ def fast() -> bool:
     return os.environ.get("FP8LAB_FAST", "0") not in ("", "0")
 
 
-def start() -> str:
-    """For a notebook's first cell: keeps loading bars out of the cells, and says what runs here."""
+def start(*, threads: int = 1) -> str:
+    """For a notebook's first cell: keeps loading bars out of the cells, sets torch's threads, and says what runs here.
+
+    One thread is as fast as two for a model this small, and leaves the other core to Jupyter and the browser: two
+    threads that wait for each other on a busy machine were measured 10 times slower.
+    """
     import torch
     import transformers
 
     import fp8lab
 
+    torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
     sizes = "tiny sizes (FP8LAB_FAST=1), numbers mean nothing" if fast() else "full size"
     versions = f"fp8lab {fp8lab.__version__} · torch {torch.__version__} · transformers {transformers.__version__}"
-    return f"{versions} · {torch.get_num_threads()} threads · backend: emulated · {sizes}"
+    return f"{versions} · {torch.get_num_threads()} thread · backend: emulated · {sizes}"
 
 
 def source(thing: Any) -> Code:
     """The definition of a function, class or module as it stands in the package."""
-    return Code(inspect.getsource(thing), language="python")
+    return Code(textwrap.dedent(inspect.getsource(thing)), language="python")
 
 
 class Prediction:
@@ -96,8 +102,8 @@ def check_fallback(plan: Any, excess: float, reference: float, *, layers: int = 
     if sum(kept) > budget:
         return Verdict(False, f"{sum(kept)} of {layers} layers are in BF16; at most {budget} may be")
     if share > 0.55:
-        hints = ["keep some layers in BF16 with plan.with_bf16(...)", "one layer is not enough; you may keep two"]
-        late = "an error made early passes through every later layer, one made late does not: which end to protect?"
+        hints = ["Keep some layers in BF16 with plan.with_bf16(...)", "One layer is not enough; you may keep two"]
+        late = "An error made early passes through every later layer, one made late does not. Which end to protect?"
         return Verdict(False, f"{share:.0%} of the mismatch is left. {[*hints, late][min(2, sum(kept))]}")
     return Verdict(
         True,

@@ -2,7 +2,8 @@
 
     panel = RunPanel(ExperimentConfig(steps=30))     built in the main thread
     panel                                            shows it
-    panel.start(); rows = panel.wait()               what the Run button does, and a cell that waits for the end
+    panel.start()                                    what the Run button does
+    rows = await panel.finished()                    a cell that waits for the end; in a script: panel.wait()
 
 Rules, each bought with somebody's bug: - Training runs in `runner.Runner`'s thread, so the kernel stays free and Stop
 is seen. Callbacks only start it or set a flag;
@@ -103,6 +104,8 @@ class RunPanel:
             look, tooltip = plots.arm_style(arm), str(PrecisionPlan.preset(arm))
             button = widgets.ToggleButton(value=True, description=look.label, tooltip=tooltip, layout={"width": "auto"})
             button.layout.border_bottom = f"4px solid {look.color}"
+            button.icon = "check"
+            button.observe(self._on_toggle, names="value")
             self.toggles[arm] = button
         self.steps = widgets.IntSlider(base.steps, 1, max(100, base.steps), description="steps", **wide)
         self.seed = widgets.BoundedIntText(base.seed, 0, 10**6, description="seed", **wide)
@@ -111,6 +114,7 @@ class RunPanel:
         self.last = widgets.IntSlider(0, 0, 4, description="last N in BF16", **wide)
         text = "rollout engine adds in another order than the trainer"
         self.other = widgets.Checkbox(base.rollout_kernels == "other", description=text, indent=False)
+        self.other.layout.width = "max-content"
         self.run_button = widgets.Button(description="Run", button_style="primary", icon="play")
         self.stop_button = widgets.Button(description="Stop", button_style="warning", icon="stop", disabled=True)
         self.progress = widgets.IntProgress(0, 0, 1, layout={"width": "240px"})
@@ -138,6 +142,10 @@ class RunPanel:
             display(self.view)
 
     # ---- what the buttons do, and a cell may do too ---------------------------------------------------------------
+
+    @_guarded
+    def _on_toggle(self, change: Any) -> None:
+        change["owner"].icon = "check" if change["new"] else ""
 
     @_guarded
     def _on_run(self, _button: Any) -> None:
@@ -190,8 +198,14 @@ class RunPanel:
         return self.runner.snapshot()
 
     def wait(self, timeout: float | None = None) -> pd.DataFrame:
-        """`Runner.wait`: block until done and return all rows. Raises what failed in the thread or in a callback."""
-        rows = self.runner.wait(timeout)
+        """Block until done and return all rows (`Runner.wait`). Raises what failed in the thread or in a callback."""
+        return self._ending(self.runner.wait(timeout))
+
+    async def finished(self) -> pd.DataFrame:
+        """The same for `await` in a cell: the Stop button is heard meanwhile (`Runner.finished`)."""
+        return self._ending(await self.runner.finished())
+
+    def _ending(self, rows: pd.DataFrame) -> pd.DataFrame:
         if self.error is not None:
             raise self.error
         if self.static is not None:

@@ -96,7 +96,14 @@ def finish(figure: go.Figure, title: str, backend: str, *, height: int = 360) ->
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "xanchor": "right", "x": 1, "bgcolor": CLEAR},
         hoverlabel={"font": {"size": 12}},
     )
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": TEXT, "tickcolor": TEXT, "ticks": "outside"}
+    axis = {
+        "title_font_size": 13,
+        "gridcolor": GRID,
+        "zeroline": False,
+        "linecolor": TEXT,
+        "tickcolor": TEXT,
+        "ticks": "outside",
+    }
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
     return figure
@@ -112,7 +119,7 @@ def live_figure(runs: Runs, steps: int, *, backend: str = "emulated") -> go.Figu
     `update_live`."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     figure.update_yaxes(title_text="sampled accuracy", row=1, col=1)
-    mismatch_axis = {"type": "log", "range": [-5, -1], "dtick": 1, "exponentformat": "power"}
+    mismatch_axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
     figure.update_yaxes(title_text="token_mult_prob_error − 1", row=2, col=1, **mismatch_axis)
     figure.update_xaxes(title_text="training step", row=2, col=1)
     figure.add_hline(y=ALARM, line={"color": TEXT, "width": 1, "dash": "dot"}, row=2, col=1)
@@ -140,16 +147,19 @@ def add_arms(figure: go.Figure, runs: Runs) -> None:
 def update_live(figure: go.Figure, runs: Runs, steps: int) -> None:
     """Put the runs' rows into the curves of a `live_figure`, in place (call `add_arms` first; safe within
     `batch_update`)."""
-    highest = 0.5
+    highest, lowest = 0.5, 2e-5
     for trace in figure.data:
         arm, _, kind = trace.meta.rpartition("/")
         points = [(row["step"], row[_COLUMN[kind]]) for row in runs.get(arm, ()) if _COLUMN[kind] in row]
         trace.x = [x for x, _ in points]
         trace.y = [max(y - 1, FLOOR) if kind == "mismatch" else y for _, y in points]
-        if kind != "mismatch":
+        if kind == "mismatch":
+            lowest = min([lowest, *(max(y - 1, FLOOR) for _, y in points)])
+        else:
             highest = max([highest, *(y for _, y in points)])
     figure.layout.xaxis.range = figure.layout.xaxis2.range = [-0.02 * steps, 1.02 * steps]
     figure.layout.yaxis.range = [0.2, highest + 0.1]
+    figure.layout.yaxis2.range = [float(np.floor(np.log10(lowest))), -0.9]
 
 
 _COLUMN = {"reward": "reward", "validation": "validation_accuracy", "mismatch": "token_mult_prob_error"}
@@ -187,12 +197,13 @@ def ratio_histogram(differences: Mapping[str, Any], *, backend: str = "emulated"
         style = arm_style(arm)
         ratio = np.exp(np.clip(np.asarray(d, dtype=float), -20, 20)).clip(edges[0], edges[-1])
         share = np.histogram(ratio, edges)[0] / max(1, len(ratio))
-        line = {"color": style.color, "dash": style.dash, "width": 2, "shape": "hvh"}
+        line = {"color": style.color, "width": 2, "shape": "hvh"}
         hover = f"{style.label}<br>r near %{{x:.3f}}: %{{y:.2%}} of tokens<extra></extra>"
         figure.add_scatter(
             x=middles, y=np.where(share > 0, share, np.nan), name=style.label, line=line, hovertemplate=hover
         )
-    figure.update_xaxes(title_text="r = exp(t − g), trainer's over rollout's probability of the sampled token")
+    meaning = "r = exp(t − g), trainer's over rollout's probability of the sampled token (ends: all beyond)"
+    figure.update_xaxes(title_text=meaning)
     figure.update_yaxes(title_text="share of tokens", type="log", tickformat="~%", dtick=1)
     return finish(figure, "Only FP8 on one side spreads the ratio", backend)
 
@@ -227,8 +238,8 @@ def summary(runs: Runs) -> pd.DataFrame:
 def published_beside_ours(ours: pd.DataFrame, *, backend: str = "emulated") -> go.Figure:
     """Accuracy relative to BF16, in percentage points: NVIDIA's published numbers (open) and ours (filled).
 
-    ours: what `summary` returns, with a `bf16` line (ValueError without). The bars are 95 % sampling error of both
-    evaluations, one seed; the published numbers come without any.
+    ours: what `summary` returns, with a `bf16` line (ValueError without); an arm that was stopped at another step is
+    left out. The bars are 95 % sampling error of both evaluations, one seed; the published numbers come without any.
     """
     if "bf16" not in ours.index:
         raise ValueError(f"there is no run of 'bf16' to compare with (there are: {', '.join(ours.index) or 'none'})")
@@ -239,7 +250,7 @@ def published_beside_ours(ours: pd.DataFrame, *, backend: str = "emulated") -> g
         style = arm_style(arm)
         label, common = f"{style.label} ", {"mode": "markers+text", "showlegend": False}
         rows = [("published", theirs[arm] - theirs["bf16"], None, f"{style.symbol}-open")]
-        if arm in ours.index:
+        if arm in ours.index and ours.steps[arm] == ours.steps["bf16"]:
             error = 100 * float(np.hypot(width[arm], width["bf16"]))
             rows.append(("ours", ours["accuracy last"][arm] - base, error, style.symbol))
         for who, difference, error, symbol in rows:
@@ -271,6 +282,6 @@ def precision_map(decisions: Iterable[Any], *, backend: str = "emulated") -> go.
         x=sides, y=names, z=z, zmin=0, zmax=1, text=text, hoverinfo="text", colorscale=scale, xgap=3, ygap=2
     )
     figure = go.Figure(heat.update(showscale=False))
-    figure.update_yaxes(autorange="reversed", automargin=True, title_text="linear layer", tickfont_size=10)
-    figure.update_xaxes(title_text="side", side="top")
-    return finish(figure, "FP8 (orange) and BF16 (blue)", backend, height=120 + 15 * len(names))
+    figure.update_yaxes(autorange="reversed", automargin=True, title_text="linear layer", tickfont_size=11)
+    figure.update_xaxes(title_text="side of the plan")
+    return finish(figure, "FP8 (orange) and BF16 (blue)", backend, height=150 + 15 * len(names))

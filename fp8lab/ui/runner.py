@@ -10,6 +10,7 @@ at everything.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import threading
@@ -98,6 +99,19 @@ class Runner:
         if self.error is not None:
             raise self.error
         return self.frame()
+
+    async def finished(self) -> pd.DataFrame:
+        """`wait` for a notebook cell: `rows = await runner.finished()` leaves the kernel free to hear the Stop button.
+
+        ipykernel handles a click during a cell only if the cell is waiting like this (since 7.4; before it depended on
+        the front end). Interrupting the kernel cancels the cell, which means Stop here too.
+        """
+        while self.running:
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                self.stop()
+        return self.wait()
 
     def frame(self) -> pd.DataFrame:
         """All rows so far, a line an arm and step."""

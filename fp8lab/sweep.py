@@ -1,0 +1,139 @@
+"""Many runs: start those that are missing, go on with those that were killed, and compare arms with error bars.
+
+    sweep(configs, "out")            one run directory per (name, seed), in local processes
+    final_metrics(["out/..."])       one row a run
+    paired_difference(a, b)          mean difference over seeds with its 95 % interval
+
+Runs with the same seed see the same prompts and the same sampling noise in every arm, so arms are compared *within* a seed: the
+paired difference loses the spread between seeds. The interval is Student's t. "No difference was found" is not "they are equal":
+two arms are called equivalent only if the whole interval lies within a margin named before.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8lab.experiment import ExperimentConfig, resume, run
+from fp8lab.runlog import RunLog
+
+
+def run_folder(out: str | Path, config: ExperimentConfig) -> Path:
+    """Where a sweep puts the run of a config."""
+    return Path(out) / f"{config.name}-s{config.seed}"
+
+
+def sweep(
+    configs: Iterable[ExperimentConfig],
+    out: str | Path,
+    *,
+    workers: int = 2,
+    threads: int = 1,
+    on_done: Callable[[str, str | None], None] | None = None,
+) -> dict[str, str]:
+    """Bring every config's run in `out` to its end, `workers` processes at a time with `threads` CPU threads each.
+
+    Finished runs are left alone, unfinished ones resumed. on_done(folder, error or None) is called after each. One that fails does not
+    stop the rest; returns folder -> error for those. ValueError if two configs share a name and a seed, or if a folder holds the
+    run of another config.
+    """
+    configs = list(configs)
+    folders = [run_folder(out, c) for c in configs]
+    if len(set(folders)) < len(folders):
+        raise ValueError("two configs of the sweep share a name and a seed; give them different names")
+    for folder, config in zip(folders, configs, strict=True):
+        if (folder / "config.json").is_file() and ExperimentConfig.from_dict(RunLog(folder).config) != config:
+            raise ValueError(f"{folder} holds a run of another config; delete it or choose another folder")
+    failed = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
+        jobs = {pool.submit(_finish, c, f, threads): f for c, f in zip(configs, folders, strict=True)}
+        for job in as_completed(jobs):
+            error = job.exception()
+            if error is not None:
+                failed[str(jobs[job])] = f"{type(error).__name__}: {error}"
+            if on_done is not None:
+                on_done(str(jobs[job]), failed.get(str(jobs[job])))
+    return failed
+
+
+def is_finished(folder: str | Path) -> bool:
+    """True if the run in `folder` has logged its last step."""
+    log = RunLog(folder)
+    if not (log.folder / "config.json").is_file():
+        return False
+    rows = log.rows()
+    return bool(rows) and rows[-1]["step"] == log.config["steps"]
+
+
+def _finish(config: ExperimentConfig, folder: Path, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    if is_finished(folder):
+        return
+    if (folder / "config.json").is_file():
+        resume(folder)
+    else:
+        run(config, folder)
+
+
+def final_metrics(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """One row per finished run: name, seed, first and last accuracy, and mismatch over its steps."""
+    rows = []
+    for folder in folders:
+        log = RunLog(folder)
+        steps = log.rows()
+        accuracy = [row["validation_accuracy"] for row in steps if "validation_accuracy" in row]
+        errors = [row["token_mult_prob_error"] for row in steps[1:]]
+        rows.append(
+            {
+                "name": log.config["name"],
+                "seed": log.config["seed"],
+                "accuracy_first": accuracy[0],
+                "accuracy_last": accuracy[-1],
+                "token_mult_prob_error": statistics.fmean(errors),
+                "token_mult_prob_error_last": statistics.fmean(errors[-10:]),
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval (Student's t over n values)."""
+
+    mean: float
+    low: float
+    high: float
+    sd: float
+    n: int
+
+    def within(self, margin: float) -> bool:
+        """True if the whole interval lies within +-margin: the only thing that counts as equivalence."""
+        return -margin <= self.low and self.high <= margin
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}] (n={self.n})"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % t-interval of at least two values; ValueError otherwise."""
+    from scipy import stats
+
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} values; an interval needs at least 2 seeds")
+    mean, sd = statistics.fmean(values), statistics.stdev(values)
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * sd / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, sd, len(values))
+
+
+def paired_difference(a: dict[int, float], b: dict[int, float]) -> Interval:
+    """Interval of a - b over the seeds both have (seed -> value)."""
+    return interval([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
