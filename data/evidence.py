@@ -2,10 +2,10 @@
 
     python data/evidence.py                 (or: make evidence)
 
-runs what is missing under data/evidence/three-arms/ and writes data/evidence/three-arms.json. The regime (learning rate, schedule,
-prompts per step) was chosen on the BF16 arm with seed 0 alone and then frozen; the seeds here, 1 and up, were not looked at before.
-Stopped or killed, the same command goes on. Checkpoints are deleted once a run is finished; its config, logs and environment
-are what is shipped.
+runs what is missing under data/evidence/three-arms/ and writes data/evidence/three-arms.json. The regime (learning
+rate, schedule, prompts per step) was chosen with seed 0 alone and then frozen; the seeds here, 1 and up, were not looked
+at before. Stopped or killed, the same command goes on. Checkpoints are deleted once a run is finished; its config, logs
+and environment are what is shipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from fp8lab.recipes import load_recipe
-from fp8lab.runlog import RunLog, write_atomically
+from fp8lab.runlog import write_atomically
 from fp8lab.sweep import final_metrics, interval, is_finished, paired_difference, run_folder, sweep
 
 HERE = Path(__file__).resolve().parent / "evidence"
@@ -30,7 +30,7 @@ MARGIN = 0.03
 def summarize(folder: Path) -> dict:
     """Means with intervals per arm, and paired differences to BF16, over the finished runs in `folder`."""
     rows = final_metrics(sorted(p.parent for p in folder.glob("*/config.json") if is_finished(p.parent)))
-    keys = ("accuracy_first", "accuracy_last", "token_mult_prob_error", "token_mult_prob_error_last")
+    keys = [key for key in rows[0] if key not in ("name", "seed")]
     by = {arm: {key: {r["seed"]: r[key] for r in rows if r["name"] == arm} for key in keys} for arm in ARMS}
     arms = {
         arm: {key: dataclasses.asdict(interval(list(values.values()))) for key, values in by[arm].items()}

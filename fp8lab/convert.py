@@ -56,6 +56,7 @@ def convert(
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     layers = num_decoder_layers(model)
     linears = list(linear_modules(model))
+    plan.require_fit([name for name, _ in linears], layers)
     decisions = tuple(plan.decide(name, side, layers) for name, _ in linears)
     if not any(d.precision.output == "bf16" for d in decisions):
         kinds = sorted({type(m).__name__ for m in model.modules() if "Conv1D" in type(m).__name__})

@@ -99,8 +99,8 @@ class Float8Linear(nn.Linear):
         """(..., K) -> (..., N): the GEMM `output`; its gradients run the other two."""
         shape = x.shape[:-1]
         mask = _real_tokens.get()
-        if mask is not None and mask.shape != shape:
-            mask = None  # e.g. logits of selected positions: nothing to pack
+        if mask is not None and shape not in (mask.shape, (mask.numel(),)):
+            mask = None  # other tokens than the mask's, e.g. the last position's logits: nothing to pack
         flat = None if mask is None else mask.reshape(-1)
         y = _Float8Matmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self, flat)
         return y.view(*shape, self.out_features)

@@ -207,7 +207,29 @@ class PrecisionPlan:
     def coverage(self, model: nn.Module) -> list[Decision]:
         """The decision for every linear module of a transformers model, on both sides; works on the meta device."""
         layers = num_decoder_layers(model)
+        self.require_fit([name for name, _ in linear_modules(model)], layers)
         return [self.decide(name, side, layers) for side in SIDES for name, _ in linear_modules(model)]
+
+    def require_fit(self, names: list[str], num_layers: int) -> None:
+        """ValueError if a fallback names layers or modules that a model with these linears does not have."""
+        for side in SIDES:
+            fallback = self.side(side).fallback
+            for what, most in (
+                ("first", fallback.first),
+                ("last", fallback.last),
+                ("layers", max(fallback.layers, default=-1) + 1),
+            ):
+                if most > num_layers:
+                    raise ValueError(
+                        f"{side} fallback {what}={getattr(fallback, what)!r} asks for more than the model's {num_layers} decoder "
+                        f"layers (numbered 0 to {num_layers - 1})"
+                    )
+            unused = [p for p in fallback.modules if not any(matches(p, name) for name in names)]
+            if unused:
+                raise ValueError(
+                    f"{side} fallback pattern {unused[0]!r} matches no linear of the model; a pattern must match whole name "
+                    f"parts, for example of {names[0]!r}"
+                )
 
     def same_on_both_sides(self) -> bool:
         """True if both sides round the same forward operands of the same layers in the same way."""
