@@ -221,8 +221,8 @@ class PrecisionPlan:
             ):
                 if most > num_layers:
                     raise ValueError(
-                        f"{side} fallback {what}={getattr(fallback, what)!r} asks for more than the model's {num_layers} decoder "
-                        f"layers (numbered 0 to {num_layers - 1})"
+                        f"{side} fallback {what}={getattr(fallback, what)!r} asks for more than the model's {num_layers} "
+                        f"decoder layers (numbered 0 to {num_layers - 1})"
                     )
             unused = [p for p in fallback.modules if not any(matches(p, name) for name in names)]
             if unused:

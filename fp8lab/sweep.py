@@ -91,7 +91,8 @@ def final_metrics(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
         log = RunLog(folder)
         steps = log.rows()
         accuracy = [row["validation_accuracy"] for row in steps if "validation_accuracy" in row]
-        errors = [row["token_mult_prob_error"] for row in steps[1:]]
+        trained = steps[1:]
+        errors = [row["token_mult_prob_error"] for row in trained]
         rows.append(
             {
                 "name": log.config["name"],
@@ -101,8 +102,8 @@ def final_metrics(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
                 "token_mult_prob_error": statistics.fmean(errors),
                 "token_mult_prob_error_first_30": statistics.fmean(errors[:30]),
                 "token_mult_prob_error_last_10": statistics.fmean(errors[-10:]),
-                "approx_entropy_first_30": statistics.fmean(row["approx_entropy"] for row in steps[1:31]),
-                "approx_entropy_last_10": statistics.fmean(row["approx_entropy"] for row in steps[-10:]),
+                "approx_entropy_first_30": statistics.fmean(row["approx_entropy"] for row in trained[:30]),
+                "approx_entropy_last_10": statistics.fmean(row["approx_entropy"] for row in trained[-10:]),
             }
         )
     return rows

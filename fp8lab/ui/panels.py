@@ -5,15 +5,15 @@
     panel.start()                                    what the Run button does
     rows = await panel.finished()                    a cell that waits for the end; in a script: panel.wait()
 
-Rules, each bought with somebody's bug: - Training runs in `runner.Runner`'s thread, so the kernel stays free and Stop
-is seen. Callbacks only start it or set a flag;
-  JupyterLab may run them on a thread of its own, next to a cell.
-- The worker changes values of widgets that exist, at most three times a second, under one lock. - Nothing is lost in
-silence: an exception in the thread or in a callback is shown in the panel, kept in `panel.error` and
-  raised by `wait()`.
-- Widget state is not memory. Runs are written to disk as they go; `attach` and `from_runs` rebuild the curves from
-there. - A FigureWidget carries 5 MB of JavaScript, so a panel has one. Without anywidget, in VS Code, or with
-FP8LAB_STATIC=1
+Rules, each bought with somebody's bug:
+
+- Training runs in `runner.Runner`'s thread, so the kernel stays free and Stop is seen. Callbacks only start it or set a
+  flag; JupyterLab may run them on a thread of its own, next to a cell.
+- The worker changes values of widgets that exist, at most three times a second, under one lock.
+- Nothing is lost in silence: an exception in the thread or in a callback is shown in the panel, kept in `panel.error`
+  and raised by `wait()`.
+- Widget state is not memory. Runs are written to disk as they go; `attach` and `from_runs` rebuild the curves from there.
+- A FigureWidget carries 5 MB of JavaScript, so a panel has one. Without anywidget, in VS Code, or with FP8LAB_STATIC=1
   there is none: `wait()` shows a plain figure at the end.
 """
 

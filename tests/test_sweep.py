@@ -1,0 +1,74 @@
+"""Sweeps finish what is missing, survive a failing run, and intervals equal scipy's."""
+
+import dataclasses
+import statistics
+
+import pytest
+from scipy import stats
+
+from fp8lab.experiment import ExperimentConfig, run
+from fp8lab.grpo import GRPOConfig
+from fp8lab.runlog import RunLog
+from fp8lab.sweep import final_metrics, interval, is_finished, paired_difference, run_folder, sweep
+
+SMALL = ExperimentConfig(
+    steps=2, prompts_per_step=4, eval_prompts=8, eval_samples=1, grpo=GRPOConfig(num_generations=2, warmup_steps=1)
+)
+
+
+def test_interval_equals_scipys():
+    values = [0.1, 0.4, 0.2, 0.35]
+    expected = stats.t.interval(0.95, 3, loc=statistics.fmean(values), scale=stats.sem(values))
+    found = interval(values)
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert found.mean == pytest.approx(0.2625) and found.n == 4
+    with pytest.raises(ValueError, match="at least 2"):
+        interval([0.5])
+
+
+def test_paired_difference_uses_the_common_seeds():
+    found = paired_difference({1: 0.5, 2: 0.7, 3: 0.9, 9: 0.0}, {1: 0.4, 2: 0.5, 3: 0.6, 8: 1.0})
+    expected = stats.ttest_rel([0.5, 0.7, 0.9], [0.4, 0.5, 0.6]).confidence_interval()
+    assert found.mean == pytest.approx(0.2) and found.n == 3
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(
+    ("values", "equivalent"), [([0.01, -0.01, 0.0, 0.005], True), ([0.05, -0.05, 0.0, 0.1], False)]
+)
+def test_only_the_whole_interval_counts_as_equivalence(values, equivalent):
+    found = interval(values)
+    assert abs(found.mean) < 0.03  # the means alone would call both equivalent
+    assert found.within(0.03) is equivalent
+
+
+@pytest.mark.slow
+def test_a_sweep_finishes_what_is_missing_and_survives_a_failure(tmp_path):
+    good = [dataclasses.replace(SMALL, seed=s) for s in (1, 2)]
+    bad = dataclasses.replace(SMALL, name="bad", model="no-such-model")
+    done = run(good[0], run_folder(tmp_path, good[0])).folder / "metrics.jsonl"
+    before = done.stat().st_mtime_ns
+    seen = []
+    failed = sweep([*good, bad], tmp_path, workers=1, on_done=lambda folder, error: seen.append((folder, error)))
+    assert (
+        list(failed) == [str(run_folder(tmp_path, bad))] and "no-such-model" in failed[str(run_folder(tmp_path, bad))]
+    )
+    assert len(seen) == 3 and done.stat().st_mtime_ns == before
+    assert all(is_finished(run_folder(tmp_path, c)) for c in good) and not is_finished(run_folder(tmp_path, bad))
+    rows = final_metrics([run_folder(tmp_path, c) for c in good])
+    assert [r["seed"] for r in rows] == [1, 2]
+    log = RunLog(run_folder(tmp_path, good[1])).rows()
+    assert rows[1]["accuracy_last"] == log[-1]["validation_accuracy"]
+    expected = (log[1]["token_mult_prob_error"] + log[2]["token_mult_prob_error"]) / 2
+    assert rows[1]["token_mult_prob_error"] == pytest.approx(expected)
+
+
+def test_sweeps_refuse_what_would_mix_runs(tmp_path):
+    with pytest.raises(ValueError, match="share a name and a seed"):
+        sweep([SMALL, SMALL], tmp_path)
+    folder = run_folder(tmp_path, SMALL)
+    with RunLog(folder) as log:
+        log.start(dataclasses.replace(SMALL, steps=7).to_dict())
+    with pytest.raises(ValueError, match="run of another config"):
+        sweep([SMALL], tmp_path)
+    assert not is_finished(folder) and not is_finished(tmp_path / "nothing")
