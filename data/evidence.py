@@ -3,9 +3,9 @@
     python data/evidence.py                 (or: make evidence)
 
 runs what is missing under data/evidence/three-arms/ and writes data/evidence/three-arms.json. The regime (learning
-rate, schedule, prompts per step) was chosen with seed 0 alone and then frozen; the seeds here, 1 and up, were not looked
-at before. Stopped or killed, the same command goes on. Checkpoints are deleted once a run is finished; its config, logs
-and environment are what is shipped.
+rate, schedule, prompts per step) was chosen with seed 0 alone and then frozen; the seeds here, 1 and up, were not
+looked at before. Stopped or killed, the same command goes on. Checkpoints are deleted once a run is finished; its
+config, logs and environment are what is shipped.
 """
 
 from __future__ import annotations
@@ -73,12 +73,6 @@ def main() -> int:
             (folder / "samples.jsonl").unlink(missing_ok=True)
             (folder / ".lock").unlink(missing_ok=True)
     summary = summarize(arguments.out)
-    seconds = [
-        sum(v for k, v in row.items() if k != "step")
-        for c in configs
-        for row in RunLog(run_folder(arguments.out, c)).rows("timing")
-    ]
-    summary["cpu_seconds_per_step"] = sum(seconds) / max(1, len(seconds))
     write_atomically(arguments.out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
     return 1 if failed else 0

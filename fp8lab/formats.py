@@ -67,6 +67,14 @@ class Float8Format:
         rounded = torch.copysign((clamped + magic) - magic, clamped)
         return torch.where(x.isfinite(), rounded, torch.full_like(x, float("nan")))
 
+    def round_stochastic(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """x rounded down or up at random, so that the mean over draws is x (after the clamp); else like `round`."""
+        clamped = x.float().clamp(-self.max, self.max).double()
+        unit = self.spacing(clamped).double()
+        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64, device=generator.device).to(x.device)
+        rounded = torch.copysign((clamped.abs() / unit + uniform).floor() * unit, clamped).float()
+        return torch.where(x.isfinite(), rounded.clamp(-self.max, self.max), float("nan"))
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Codes (uint8, same shape) of x after `round`; NaN has the code with all exponent and mantissa bits set."""
         value = self.round(x)

@@ -24,6 +24,7 @@ import torch
 from numba import njit
 
 from fp8lab.formats import Float8Format
+from fp8lab.scales import ScaleRule
 
 _SPLIT_ABOVE = 1 << 18  # elements; below this a second thread costs more than it saves
 _pool: ThreadPoolExecutor | None = None
@@ -54,12 +55,15 @@ def _scale_of(amax, max_value, max_exponent, pow2):
 
 
 @njit(nogil=True, cache=True)
-def _quantize(x, bits, first, last, block, max_value, max_exponent, mantissa_bits, pow2, values, codes, scales, bad):
+def _quantize(
+    x, bits, first, last, block, max_value, max_exponent, mantissa_bits, mode, values, codes, scales, factors, bad
+):
     """Quantize block rows first..last of the matrix x, whose bit patterns are `bits` (int32); see quantize_blocks.
 
     `values` is written as int32 bit patterns, so that the sign is copied without a branch; bad: non-finite elements per
     block row. The largest magnitude is found by comparing bit patterns as integers, which vectorizes and exposes NaN
     and infinity, whose patterns are the largest of all.
+    mode: 0 computes scales by the rule `default`, 1 by `pow2`; 2 divides by given factors, 3 multiplies with them.
     """
     split = np.float32(2.0 ** (23 - mantissa_bits) + 1)  # Dekker's factor for mantissa_bits + 1 significant bits
     bias = 15 if mantissa_bits == 2 else 7
@@ -95,12 +99,14 @@ def _quantize(x, bits, first, last, block, max_value, max_exponent, mantissa_bit
                             largest = max(largest, np.int32(pattern & magnitude))
                         else:
                             bad[block_row] += 1
-            scale = _scale_of(np.int32(largest).view(np.float32), max_value, max_exponent, pow2)
-            scales[block_row, b] = scale
+            if mode < 2:
+                scales[block_row, b] = _scale_of(np.int32(largest).view(np.float32), max_value, max_exponent, mode == 1)
+                factors[block_row, b] = scales[block_row, b]
+            scale, factor = scales[block_row, b], factors[block_row, b]
             for r in range(top, bottom):
                 row, out = x[r, left:right], rounded[: right - left]
                 for j in range(row.size):
-                    y = abs(row[j]) / scale
+                    y = abs(row[j]) * factor if mode == 3 else abs(row[j]) / factor
                     y = max_value if y > max_value else y
                     t = y * split
                     normal = t - (t - y)
@@ -126,24 +132,32 @@ def _quantize(x, bits, first, last, block, max_value, max_exponent, mantissa_bit
 
 
 def quantize_blocks(
-    x: torch.Tensor, block: tuple[int, int], fmt: Float8Format, pow2: bool, want_codes: bool
+    x: torch.Tensor,
+    block: tuple[int, int],
+    fmt: Float8Format,
+    rule: ScaleRule,
+    want_codes: bool,
+    given: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]:
     """Quantize a CPU matrix in blocks of `block` = (rows, cols).
 
-    x: (N, K) float32, contiguous. Returns values (N, K) float32 = code value * scale, codes (N, K) uint8 or None,
-    scale (ceil(N / rows), ceil(K / cols)) float32, and the number of non-finite elements.
+    x: (N, K) float32, contiguous. given: the rule's finite (scale, multiplier), each (ceil(N / rows), ceil(K /
+    cols)), for rules that are not `fused`. Returns values (N, K) float32 = code value * scale, codes (N, K) uint8 or
+    None, scale, and the number of non-finite elements.
     """
     rows, cols = x.shape
     grid = (-(-rows // block[0]), -(-cols // block[1]))
     values = torch.empty_like(x)
     codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 0), dtype=torch.uint8)
-    scale = torch.empty(grid, dtype=torch.float32)
     counts = np.zeros(grid[0], dtype=np.int64)
     exponent = math.frexp(fmt.max)[1] - 1
-    settings = (block, np.float32(fmt.max), exponent, fmt.mantissa_bits, pow2)
-    arrays = (values.numpy().view(np.int32), codes.numpy(), scale.numpy(), counts)
-    source = x.detach().numpy()
-    source = (source, source.view(np.int32))
+    if given is None:
+        mode, scale, factor = int(rule.pow2 is not None), torch.empty(grid), torch.empty(grid)
+    else:
+        mode, (scale, factor) = (2 if rule.apply == "divide" else 3), (t.contiguous() for t in given)
+    settings = (block, np.float32(fmt.max), exponent, fmt.mantissa_bits, mode)
+    arrays = (values.numpy().view(np.int32), codes.numpy(), scale.numpy(), factor.numpy(), counts)
+    source = (x.detach().numpy(), x.detach().numpy().view(np.int32))
     threads = min(torch.get_num_threads(), grid[0])
     if x.numel() < _SPLIT_ABOVE or threads == 1:
         _quantize(*source, 0, grid[0], *settings, *arrays)

@@ -26,7 +26,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fp8lab.quantizers import SCALE_RULES, BlockQuantizer
+from fp8lab.quantizers import BlockQuantizer
+from fp8lab.scales import SCALE_RULES
 
 Side = Literal["rollout", "trainer"]
 SIDES: tuple[Side, ...] = ("rollout", "trainer")
@@ -49,7 +50,7 @@ class LinearPrecision:
     gradient: str = "e4m3"
     """Format of grad_output in the two backward GEMMs."""
     rule: str = "default"
-    """Scale rule of all three (see quantizers.SCALE_RULES)."""
+    """Scale rule of all three (see scales.SCALE_RULES)."""
     weight_block: tuple[int, int] = (128, 128)
     group: int = 128
     """Activations and gradients are quantized in 1 x group blocks."""
@@ -221,14 +222,14 @@ class PrecisionPlan:
             ):
                 if most > num_layers:
                     raise ValueError(
-                        f"{side} fallback {what}={getattr(fallback, what)!r} asks for more than the model's {num_layers} "
-                        f"decoder layers (numbered 0 to {num_layers - 1})"
+                        f"{side} fallback {what}={getattr(fallback, what)!r} asks for more than the model's "
+                        f"{num_layers} decoder layers (numbered 0 to {num_layers - 1})"
                     )
             unused = [p for p in fallback.modules if not any(matches(p, name) for name in names)]
             if unused:
                 raise ValueError(
-                    f"{side} fallback pattern {unused[0]!r} matches no linear of the model; a pattern must match whole name "
-                    f"parts, for example of {names[0]!r}"
+                    f"{side} fallback pattern {unused[0]!r} matches no linear of the model; a pattern must match whole "
+                    f"name parts, for example of {names[0]!r}"
                 )
 
     def same_on_both_sides(self) -> bool:

@@ -5,8 +5,8 @@
     paired_difference(a, b)          mean difference over seeds with its 95 % interval
 
 Runs with the same seed see the same prompts and the same sampling noise in every arm, so arms are compared *within* a
-seed: the paired difference loses the spread between seeds. The interval is Student's t. "No difference was found" is not
-"they are equal": two arms are called equivalent only if the whole interval lies within a margin named before.
+seed: the paired difference loses the spread between seeds. The interval is Student's t. "No difference was found" is
+not "they are equal": two arms are called equivalent only if the whole interval lies within a margin named before.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def sweep(
 ) -> dict[str, str]:
     """Bring every config's run in `out` to its end, `workers` processes at a time with `threads` CPU threads each.
 
-    Finished runs are left alone, unfinished ones resumed. on_done(folder, error or None) is called after each. One that
-    fails does not stop the rest; returns folder -> error for those. ValueError if two configs share a name and a seed, or
-    if a folder holds the run of another config.
+    Finished runs are left alone, unfinished ones resumed. on_done(folder, error or None) is called after each. One
+    that fails does not stop the rest; returns folder -> error for those. ValueError if two configs share a name and a
+    seed, or if a folder holds the run of another config.
     """
     configs = list(configs)
     folders = [run_folder(out, c) for c in configs]

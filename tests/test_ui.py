@@ -179,7 +179,8 @@ def test_stop_midway_ends_the_thread_and_keeps_the_rows():
     panel.error = None
     panel.stop_button.click()
     table = panel.wait(60)
-    assert not panel.running and not any(t.name == "fp8lab-run" and t.is_alive() for t in threading.enumerate())
+    assert not panel.running
+    wait_until(lambda: not any(thread.name == "fp8lab-run" for thread in threading.enumerate()))
     assert table.arm.unique() == ["bf16"] and 2 <= len(table) < 100
     assert "Stopped after" in panel.status.value
     assert (panel.runner.folders["bf16"] / "checkpoints").is_dir(), "a stopped run can be resumed"
@@ -189,16 +190,16 @@ def test_interrupt_while_waiting_means_stop(monkeypatch):
     panel = RunPanel(dataclasses.replace(TINY, steps=100), arms=["bf16"])
     panel.start()
     wait_until(lambda: len(panel.runs["bf16"]) > 1)
-    join, calls = panel.runner._thread.join, []
+    wait, calls = panel.runner._ended.wait, []
 
     def interrupted(timeout):
         calls.append(timeout)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        join(timeout)
+        return wait(timeout)
 
-    monkeypatch.setattr(panel.runner._thread, "join", interrupted)
-    assert len(panel.wait(60)) < 100 and panel.runner.stopping
+    monkeypatch.setattr(panel.runner._ended, "wait", interrupted)
+    assert len(panel.wait(60)) < 100 and panel.runner.stopping and "Stopped after" in panel.status.value
 
 
 def test_an_exception_in_the_thread_is_shown_and_raised():

@@ -12,7 +12,8 @@ Rules, each bought with somebody's bug:
 - The worker changes values of widgets that exist, at most three times a second, under one lock.
 - Nothing is lost in silence: an exception in the thread or in a callback is shown in the panel, kept in `panel.error`
   and raised by `wait()`.
-- Widget state is not memory. Runs are written to disk as they go; `attach` and `from_runs` rebuild the curves from there.
+- Widget state is not memory. Runs are written to disk as they go; `attach` and `from_runs` rebuild the curves from
+  there.
 - A FigureWidget carries 5 MB of JavaScript, so a panel has one. Without anywidget, in VS Code, or with FP8LAB_STATIC=1
   there is none: `wait()` shows a plain figure at the end.
 """
@@ -111,7 +112,7 @@ class RunPanel:
         self.seed = widgets.BoundedIntText(base.seed, 0, 10**6, description="seed", **wide)
         rates = {"min": -5, "max": -2.5, "step": 0.05, "readout_format": ".1e"}
         self.rate = widgets.FloatLogSlider(base.grpo.learning_rate, description="learning rate", **rates, **wide)
-        self.last = widgets.IntSlider(0, 0, 4, description="last N in BF16", **wide)
+        self.last = widgets.IntSlider(0, 0, 4, description="last layers BF16", **wide)
         text = "rollout engine adds in another order than the trainer"
         self.other = widgets.Checkbox(base.rollout_kernels == "other", description=text, indent=False)
         self.other.layout.width = "max-content"

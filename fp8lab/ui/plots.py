@@ -122,14 +122,12 @@ def live_figure(runs: Runs, steps: int, *, backend: str = "emulated") -> go.Figu
     mismatch_axis = {"type": "log", "dtick": 1, "exponentformat": "power"}
     figure.update_yaxes(title_text="token_mult_prob_error − 1", row=2, col=1, **mismatch_axis)
     figure.update_xaxes(title_text="training step", row=2, col=1)
-    figure.add_hline(y=ALARM, line={"color": TEXT, "width": 1, "dash": "dot"}, row=2, col=1)
-    for text, ref, x, y in (
-        ("markers: validation prompts · thin lines: training prompts", "y domain", 0.01, 1.0),
-        ("NeMo RL: look closer above this line", "y2", 0.01, float(np.log10(ALARM))),
-    ):
-        xref = "x domain" if ref == "y domain" else "x2 domain"
-        anchor = "top" if ref == "y domain" else "bottom"
-        figure.add_annotation(text=text, xref=xref, yref=ref, x=x, y=y, yanchor=anchor, showarrow=False, font_size=11)
+    line = {"color": TEXT, "width": 1, "dash": "dot"}
+    figure.add_shape(type="line", xref="x2 domain", x0=0, x1=1, yref="y2", y0=ALARM, y1=ALARM, line=line)
+    alarm = {"text": "NeMo RL: look closer above this line", "xref": "x2 domain", "yref": "y2", "x": 0.01}
+    figure.add_annotation(**alarm, y=float(np.log10(ALARM)), yanchor="bottom", showarrow=False, font_size=11)
+    key = {"text": "markers: validation prompts · thin lines: training prompts", "xref": "x domain", "yref": "y domain"}
+    figure.add_annotation(**key, x=0.99, y=0.02, xanchor="right", yanchor="bottom", showarrow=False, font_size=11)
     finish(figure, "Accuracy and engine mismatch while training", backend, height=540)
     add_arms(figure, runs)
     update_live(figure, runs, steps)
@@ -261,7 +259,8 @@ def published_beside_ours(ours: pd.DataFrame, *, backend: str = "emulated") -> g
             figure.add_scatter(x=x, y=y, error_x=bars, text=text, textposition="top center", marker=marker, **common)
     figure.add_vline(x=0, line={"color": ARMS["bf16"].color, "width": 2})
     figure.update_xaxes(title_text="accuracy minus BF16's, percentage points")
-    figure.update_yaxes(automargin=True)
+    rows = len({label for trace in figure.data for label in trace.y})
+    figure.update_yaxes(automargin=True, range=[-0.5, rows - 0.3])
     return finish(figure, "Published: Llama 3.1 8B on math · ours: a 0.7 M model on sums, one seed", backend)
 
 

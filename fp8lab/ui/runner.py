@@ -48,14 +48,14 @@ class Runner:
         self.error: BaseException | None = None
         self.done, self.total, self.now = 0, 1, ""
         self.seconds = 0.0
-        self._thread: threading.Thread | None = None
-        self._over = False
+        self._over, self._ended = False, threading.Event()  # not Thread.is_alive: an interrupted join() makes it lie
+        self._ended.set()
         self._stop, self._lock = threading.Event(), threading.RLock()
 
     @property
     def running(self) -> bool:
         """True while the worker thread lives."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._ended.is_set()
 
     @property
     def stopping(self) -> bool:
@@ -66,17 +66,18 @@ class Runner:
         """Start and return at once; RuntimeError if at work already. Rows of the same arms are forgotten (not on
         disk)."""
         with self._lock:
-            if self._over and self._thread is not None:
-                self._thread.join(5)  # only its last lines are left
+            if self._over:
+                self._ended.wait(5)  # only its last redraw is left
             if self.running:
                 raise RuntimeError("a run is in progress; stop it first, or wait")
             self._over = False
+            self._ended.clear()
             self.error, self.done, self.total = None, 0, sum(config.steps for config in configs.values())
             self._stop.clear()
             for arm in configs:
                 self.runs[arm] = []
-            self._thread = threading.Thread(target=self._work, args=(dict(configs),), name="fp8lab-run", daemon=True)
-            self._thread.start()
+            work = threading.Thread(target=self._work, args=(dict(configs),), name="fp8lab-run", daemon=True)
+            work.start()
 
     def stop(self) -> None:
         """Ask the worker to end after the step it is in; what it has done is kept, with a checkpoint."""
@@ -91,7 +92,7 @@ class Runner:
         end = None if timeout is None else time.monotonic() + timeout
         while self.running:
             try:
-                self._thread.join(0.1)
+                self._ended.wait(0.1)
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(f"the run is not done after {timeout} s; it goes on until it is stopped")
             except KeyboardInterrupt:
@@ -154,6 +155,7 @@ class Runner:
             self.on_change(self, True)
         except BaseException as error:
             self.error = self.error or error
+        self._ended.set()
 
     def _on_step(self, arm: str, steps: int, start: float, row: dict[str, Any]) -> None:
         with self._lock:
