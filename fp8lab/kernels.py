@@ -55,6 +55,18 @@ def _scale_of(amax, max_value, max_exponent, pow2):
 
 
 @njit(nogil=True, cache=True)
+def _finite_amax(bits):
+    """The largest magnitude (bit pattern) among the finite elements of a block."""
+    largest = np.int32(0)
+    for row in bits:
+        for pattern in row:
+            magnitude = np.int32(pattern & np.int32(0x7FFFFFFF))
+            if magnitude < np.int32(0x7F800000):
+                largest = max(largest, magnitude)
+    return largest
+
+
+@njit(nogil=True, cache=True)
 def _quantize(
     x, bits, first, last, block, max_value, max_exponent, mantissa_bits, mode, values, codes, scales, factors, bad
 ):
@@ -76,37 +88,40 @@ def _quantize(
     shift = 23 - mantissa_bits
     offset = (127 - bias) << mantissa_bits
     rows, cols = x.shape
+    num_blocks = scales.shape[1]
+    largest = np.empty(num_blocks, np.int32)
     rounded = np.empty(min(block[1], cols), np.float32)
-    for block_row in range(first, last):
+    for block_row in range(
+        first, last
+    ):  # rows of a block row are read in storage order, twice: the second time from cache
         top = block_row * block[0]
         bottom = min(top + block[0], rows)
-        bad[block_row] = 0
-        for b in range(scales.shape[1]):
-            left = b * block[1]
-            right = min(left + block[1], cols)
-            largest = np.int32(0)
-            for r in range(top, bottom):
-                row = bits[r, left:right]
+        largest[:] = 0
+        for r in range(top, bottom):
+            for b in range(num_blocks):
+                row = bits[r, b * block[1] : min(b * block[1] + block[1], cols)]
+                most = largest[b]
                 for j in range(row.size):
                     pattern = np.int32(row[j] & magnitude)
-                    largest = pattern if pattern > largest else largest
-            clean = largest < infinity
-            if not clean:  # rare: look again at the finite elements only
-                largest = np.int32(0)
-                for r in range(top, bottom):
-                    for pattern in bits[r, left:right]:
-                        if np.int32(pattern & magnitude) < infinity:
-                            largest = max(largest, np.int32(pattern & magnitude))
-                        else:
-                            bad[block_row] += 1
+                    most = pattern if pattern > most else most
+                largest[b] = most
+        bad[block_row] = 0
+        for b in range(num_blocks):
             if mode < 2:
-                scales[block_row, b] = _scale_of(np.int32(largest).view(np.float32), max_value, max_exponent, mode == 1)
+                amax = largest[b]
+                if amax >= infinity:
+                    amax = _finite_amax(bits[top:bottom, b * block[1] : min(b * block[1] + block[1], cols)])
+                scales[block_row, b] = _scale_of(np.int32(amax).view(np.float32), max_value, max_exponent, mode == 1)
                 factors[block_row, b] = scales[block_row, b]
-            scale, factor = scales[block_row, b], factors[block_row, b]
-            for r in range(top, bottom):
+        for r in range(top, bottom):
+            for b in range(num_blocks):
+                left, right = b * block[1], min(b * block[1] + block[1], cols)
+                scale, factor = scales[block_row, b], factors[block_row, b]
                 row, out = x[r, left:right], rounded[: right - left]
+                multiplier = factor if mode == 3 else np.float32(1)  # times or over 1 changes nothing,
+                divisor = np.float32(1) if mode == 3 else factor  # and spares the loop a branch
                 for j in range(row.size):
-                    y = abs(row[j]) * factor if mode == 3 else abs(row[j]) / factor
+                    y = abs(row[j]) * multiplier / divisor
                     y = max_value if y > max_value else y
                     t = y * split
                     normal = t - (t - y)
@@ -123,9 +138,10 @@ def _quantize(
                         subnormal_code = np.int32(q * per_unit)
                         field = subnormal_code if q < min_normal else normal_code
                         code[j] = np.uint8(field | ((signs[j] >> 24) & 128))
-                if not clean:
+                if largest[b] >= infinity:  # rare
                     for j in range(row.size):
                         if np.int32(signs[j] & magnitude) >= infinity:
+                            bad[block_row] += 1
                             value[j] = 0x7FC00000  # NaN
                             if codes.shape[0] > 0:
                                 codes[r, left + j] = 127
@@ -138,6 +154,7 @@ def quantize_blocks(
     rule: ScaleRule,
     want_codes: bool,
     given: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]:
     """Quantize a CPU matrix in blocks of `block` = (rows, cols).
 
@@ -147,7 +164,7 @@ def quantize_blocks(
     """
     rows, cols = x.shape
     grid = (-(-rows // block[0]), -(-cols // block[1]))
-    values = torch.empty_like(x)
+    values = torch.empty_like(x) if out is None else out
     codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 0), dtype=torch.uint8)
     counts = np.zeros(grid[0], dtype=np.int64)
     exponent = math.frexp(fmt.max)[1] - 1

@@ -83,7 +83,7 @@ class QuantizedTensor:
             first, last = start + self.offset[dim], stop - 1 + self.offset[dim]
             codes = codes.narrow(dim, start, stop - start)
             scale = scale.narrow(dim, first // size, last // size - first // size + 1)
-            offset.append(first % size)
+            offset.append(0 if self.block[dim] == WHOLE else first % size)
         return dataclasses.replace(self, codes=codes, scale=scale, offset=(offset[0], offset[1]))
 
     def transpose(self) -> QuantizedTensor:
@@ -175,9 +175,12 @@ class BlockQuantizer:
         _, codes, scale, bad = self._run(x, want_codes=True)
         return self._pack(codes, scale, bad)
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """x rounded to FP8 and back, float32, same shape: equals quantize(x).dequantize(), in one pass."""
-        return self._run(x, want_codes=False)[0]
+    def fake_quantize(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x rounded to FP8 and back, float32, same shape: equals quantize(x).dequantize(), in one pass.
+
+        out: a contiguous float32 tensor of x's shape to write to; it saves the page faults of a large new one.
+        """
+        return self._run(x, want_codes=False, out=out)[0]
 
     def quantize_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
         """(quantize(x), its dequantized float32 values) from one pass; what a linear layer keeps of its weight."""
@@ -215,11 +218,12 @@ class BlockQuantizer:
             padded = torch.nn.functional.pad(magnitude, ragged)  # 0 never raises an amax
         return padded.unflatten(2, (-1, cols)).unflatten(1, (-1, rows)).amax(dim=(2, 4))
 
-    def _run(self, x: torch.Tensor, *, want_codes: bool):
+    def _run(self, x: torch.Tensor, *, want_codes: bool, out: torch.Tensor | None = None):
         if not x.is_floating_point():
             raise TypeError(f"x has dtype {x.dtype}; a quantizer takes floating-point tensors")
         if x.device.type != "cpu" or x.numel() == 0 or (self._rule.in_input_dtype and x.dtype != torch.float32):
             packed, values = self.reference(x)
+            values = values if out is None else out.copy_(values)
             return values, packed.codes, packed.scale, packed.nonfinite
         from fp8lab.kernels import quantize_blocks
 
@@ -232,13 +236,17 @@ class BlockQuantizer:
             scale, multiplier = self._rule.scale(self._amax(x3, rows, cols), self._fmt, x.dtype)
             if not bool(scale.isfinite().all()):  # a lost block: rare, and the reference spells it out
                 packed, values = self.reference(x)
+                values = values if out is None else out.copy_(values)
                 return values, packed.codes, packed.scale, packed.nonfinite
             given = list(zip(scale, multiplier, strict=True))
+        outs = [None] * len(x3) if out is None else out.view(x3.shape)
         parts = [
-            quantize_blocks(matrix.contiguous(), (rows, cols), self._fmt, self._rule, want_codes, fixed)
-            for matrix, fixed in zip(x3, given, strict=True)
+            quantize_blocks(matrix.contiguous(), (rows, cols), self._fmt, self._rule, want_codes, fixed, place)
+            for matrix, fixed, place in zip(x3, given, outs, strict=True)
         ]
         values, codes, scale, bad = zip(*parts, strict=True)
+        if out is not None:
+            return out, None, self._shape_scale(torch.stack(scale), x), sum(bad)
         joined = [t[0] if len(t) == 1 else torch.stack(t) for t in (values, codes if want_codes else values, scale)]
         codes_out = joined[1].view(x.shape) if want_codes else None
         return joined[0].view(x.shape), codes_out, self._shape_scale(joined[2], x), sum(bad)

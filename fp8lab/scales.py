@@ -94,7 +94,7 @@ class ScaleRule:
             encode = 1 / scale
         else:
             wide = amax.double() if self.form.endswith("fp64") else amax
-            encode = (fmt.max / wide).float()
+            encode = torch.full_like(wide, fmt.max).div(wide).float()  # torch's `448 / x` is 448 * reciprocal(x)
             empty = amax == 0
             encode = encode.clamp(max=torch.finfo(dtype).max)  # E overflows for the tiniest blocks
             scale = 1 / encode
