@@ -220,9 +220,19 @@ def install(name, torch):
         command += ["-c", "tests/constraints-cpu.txt"]
     print(f"fp8lab: installing into {name} (torch: {torch}); the first time takes minutes")
     code = call([*command, "-e", f".[{EXTRAS[name]}]"])
+    if code == 0:
+        write_lab_settings(ROOT / name)
     if code == 0 and name == ".venv-vllm":
         code = call([python, "-m", "pip", "uninstall", "-y", *VLLM_UNWANTED])
     return code
+
+
+def write_lab_settings(folder):
+    """JupyterLab asks about its news feed on a first start; the environment's own default says no."""
+    place = folder / "share" / "jupyter" / "lab" / "settings"
+    place.mkdir(parents=True, exist_ok=True)
+    settings = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+    (place / "overrides.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def lab(arguments):

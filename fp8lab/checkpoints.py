@@ -11,12 +11,13 @@ Compressed-tensors' FP8_BLOCK (LLM Compressor) has other names, `weight_scale` a
 
 Not in the format: the scale rule of activations (engines choose: VLLM_USE_DEEP_GEMM_E8M0), gradients, the other side.
 Fused experts are no planned linears and stay BF16. vLLM joins q/k/v and gate/up: FP8 or BF16 together, rows in
-multiples of 128. transformers (5.24) takes rows / ceil(rows / 128) for the block, so it misreads dimensions above 128
-that are no multiple of it: an export of such `ragged` linears warns.
+multiples of 128. transformers (5.19, 5.24) takes rows / ceil(rows / 128) for the block and misreads `ragged` linears: a
+dimension above 128 that is no multiple of it. Exporting them warns. Without a GPU it dequantizes, with accelerate.
 
-An imported model quantizes to the same codes again; under `default` a scale may move by one last bit, under `pow2` a
-block may take half the scale and doubled codes: the same values. That needs `weight_source="fp32"`, as `Imported.plan`
-has it: rounding dequantized weights to BF16 first moves scales by up to 0.4 %.
+Imported weights quantize to the same codes again, and to the same scales if these were amax / 448; scales from another
+formula may move by one last bit, and a `pow2` block may take half the scale and doubled codes, the same values.
+`Imported.plan` has `weight_source="fp32"` for this: rounding to BF16 first moves scales by up to 0.4 %, unless the
+checkpoint was made from BF16 weights.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def export_fp8(
         raise FileExistsError(f"{folder} exists and no export wrote it; choose a new folder")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("transformers loaded this model from a quantized checkpoint; load it with import_fp8 instead")
+    plan.side(side)  # ValueError for an unknown side
     fp8 = {d.name: d.precision for d in plan.coverage(model) if d.side == side and d.precision.is_fp8}
     _require_expressible(fp8)
     kept, ragged = _kept_and_ragged(model, set(fp8))
@@ -107,8 +109,8 @@ def export_fp8(
         with quiet():
             model.save_pretrained(temporary, state_dict=_stored_tensors(model, fp8, dtype))
         config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        config["quantization_config"] = {**SETTINGS, "modules_to_not_convert": list(kept)}
+        settings = {**SETTINGS, "modules_to_not_convert": list(kept)}
+        config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": settings}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (temporary / MARKER).write_text(json.dumps({"side": side, "plan": plan.to_dict()}, indent=1), encoding="utf-8")
         if tokenizer is not None:
@@ -128,8 +130,7 @@ def import_fp8(folder: str | Path) -> Imported:
     Raises FileNotFoundError for missing files and ValueError for anything that is not such a checkpoint: another
     method, per-tensor scales, a missing, misshapen or non-positive scale, NaN codes, other tensors than the model's.
     """
-    folder = Path(folder)
-    layout, tensors, fp8, pow2 = _layout(folder), {}, [], True
+    layout, tensors, fp8, pow2 = _layout(Path(folder)), {}, [], True
     for name, tensor in read_fp8(folder):
         if isinstance(tensor, QuantizedTensor):
             fp8.append(name.removesuffix(".weight"))
@@ -138,7 +139,7 @@ def import_fp8(folder: str | Path) -> Imported:
         tensors[name] = tensor
     if not fp8:
         raise ValueError(f"{folder} says quant_method {layout.kind!r} but holds no FP8 weight")
-    model, rule = _build(folder, tensors), "pow2" if pow2 else "default"
+    model, rule = _build(Path(folder), tensors), "pow2" if pow2 else "default"
     linear = LinearPrecision(weight_block=layout.block, group=layout.block[1], rule=rule, weight_source="fp32")
     sides = SidePlan(linear=linear, fallback=_fallback(model, set(fp8)))
     plan = PrecisionPlan(name="imported", rollout=sides, trainer=sides)
@@ -146,14 +147,10 @@ def import_fp8(folder: str | Path) -> Imported:
 
 
 def read_fp8(folder: str | Path) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """(name, tensor) of an FP8 checkpoint, one at a time, FP8 weights as QuantizedTensor with float32 scales.
-
-    Raises what `import_fp8` does, when it gets there.
-    """
-    folder = Path(folder)
-    layout = _layout(folder)
+    """(name, tensor) of a checkpoint, one at a time, FP8 weights as QuantizedTensor; raises as `import_fp8` does."""
+    layout = _layout(Path(folder))
     with ExitStack() as stack:
-        files = _open(folder, stack)
+        files = _open(Path(folder), stack)
         for name, file in files.items():
             stem, _, last = name.rpartition(".")
             if last == layout.suffix:
@@ -162,10 +159,9 @@ def read_fp8(folder: str | Path) -> Iterator[tuple[str, torch.Tensor | Quantized
                 continue
             tensor, scale = file.get_tensor(name), f"{stem}.{layout.suffix}"
             scaled = last == "weight" and scale in files
-            if tensor.dtype == torch.float8_e4m3fn and not scaled:
-                raise ValueError(f"{name} is FP8 but its scale {scale} is missing from {folder}")
-            if scaled and tensor.dtype != torch.float8_e4m3fn:
-                raise ValueError(f"{name} has scales but is {tensor.dtype}; supported: torch.float8_e4m3fn")
+            if scaled != (tensor.dtype == torch.float8_e4m3fn):
+                what = f"{name} is {tensor.dtype} and its scale {scale} is {'there' if scaled else 'missing'}"
+                raise ValueError(f"{what}; torch.float8_e4m3fn weights have scales, other tensors have none")
             yield name, _quantized(name, tensor, files[scale].get_tensor(scale), layout) if scaled else tensor
 
 
@@ -239,7 +235,7 @@ def _compressed_block(settings: dict[str, Any]) -> Any:
     found = [weights.get(key) for key in ("num_bits", "type", "strategy")]
     found += [inputs.get(key) for key in ("num_bits", "type", "strategy", "dynamic")]
     block = weights.get("block_structure")
-    if found != [8, "float", "block", 8, "float", "group", True] or not block or inputs["group_size"] != block[-1]:
+    if found != [8, "float", "block", 8, "float", "group", True] or not block or inputs.get("group_size") != block[-1]:
         supported = "FP8_BLOCK: 8-bit float, block weights (not tensor or channel), dynamic groups of a block's width"
         raise ValueError(f"compressed-tensors weights {weights}, input_activations {inputs}; supported: {supported}")
     return block
@@ -285,14 +281,11 @@ def _build(folder: Path, tensors: dict[str, torch.Tensor]) -> nn.Module:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} is a {config.model_type}, for which transformers has no causal language model")
     del config.quantization_config  # the weights are dequantized: transformers must not look for scales
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True, "config": config}
     with quiet():
-        build = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained
-        model, info = build(None, config=config, state_dict=tensors, **options)
-    for what in ("missing_keys", "unexpected_keys"):
-        if info[what]:
-            some = ", ".join(sorted(info[what])[:3])
-            raise ValueError(f"{folder} does not fit its config.json: {len(info[what])} {what}, among them {some}")
+        model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, state_dict=tensors, **options)
+    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+        raise ValueError(f"{folder} does not fit its config.json: {len(wrong)} missing or extra tensors, {wrong[:3]}")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -303,6 +296,5 @@ def _fallback(model: nn.Module, fp8: set[str]) -> Fallback:
     everything = PrecisionPlan(rollout=SidePlan(linear=LinearPrecision()))
     names = [d.name for d in everything.coverage(model) if d.precision.is_fp8]
     some = {layer_index(name) for name in names if name in fp8}
-    layers = {layer_index(name) for name in names} - some
-    modules = [name for name in names if name not in fp8 and layer_index(name) in some]
-    return Fallback(layers=tuple(sorted(layers)), modules=tuple(modules))
+    modules = tuple(name for name in names if name not in fp8 and layer_index(name) in some)
+    return Fallback(layers=tuple(sorted({layer_index(name) for name in names} - some)), modules=modules)

@@ -58,7 +58,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run directories (default: runs)"
     )
+    command = add("bench", _bench, "Time quantizers or a linear layer against what one would compare them with.")
+    command.add_argument("what", choices=["quantize", "linear", "all"])
+    command.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
+    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from fp8lab.bench import BENCHES, as_text
+
+    if arguments.rounds < 2:
+        raise ValueError(f"--rounds is {arguments.rounds}; quartiles need at least 2")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    chosen = list(BENCHES) if arguments.what == "all" else [arguments.what]
+    results = [BENCHES[name](rounds=arguments.rounds) for name in chosen]
+    print(json.dumps(results, indent=1) if arguments.json else "\n\n".join(map(as_text, results)))
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What an FP8 tensor core does between reading two codes and returning a float32: a reference GEMM for lessons and tests.
+"""What an FP8 tensor core does between two codes and a float32: a reference GEMM for lessons and tests.
 
 The rest of fp8lab multiplies dequantized operands in float32. Hardware does not quite: a Hopper tensor core adds up in
 a narrow accumulator, and FP8 kernels work around it. `reference_gemm` computes the same product four ways:
@@ -18,10 +18,10 @@ Everything is cut towards zero, so sums of one sign come out too small, and the 
 DeepSeek-V3 *promotes*: it takes the partial sum out of the tensor core every 128 of K and adds it up in float32
 (arXiv:2412.19437, section 3.3.2: "14 bits", 13 and the leading one). Block scales need that stop anyway.
 
-Sources: the core, F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv:2512.07004), as fitted
-to an H100 PCIe with cuBLASLt 12.8 by the package mmaemu 0.1.0, which tests hold `hopper` and `fast` against bit for bit.
-The promotion, DeepGEMM's sm90_fp8_gemm_1d2d.cuh: the two scales are multiplied first, then a multiply-add that the
-compiler fuses. Other Hopper GPUs are assumed to be the same; Blackwell is not covered.
+Sources: the core, F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv:2512.07004), as
+fitted to an H100 PCIe with cuBLASLt 12.8 by the package mmaemu 0.1.0, which tests hold `hopper` and `fast` against
+bit for bit. The promotion, DeepGEMM's sm90_fp8_gemm_1d2d.cuh: the two scales are multiplied first, then a
+multiply-add that the compiler fuses. Other Hopper GPUs are assumed to be the same; Blackwell is not covered.
 
 Left out: split-K, output rounding, speed (about 20 ns a multiply-add: use tiles). The core's model is written for
 reading: exact float64 arithmetic on whole tiles, one Python step per 32 of K.

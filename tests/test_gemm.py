@@ -84,27 +84,26 @@ def test_mixed_formats_equal_mmaemu(formats):
             assert equal_bits(ours, emulate(a, b, fast, formats))
 
 
-def test_a_large_term_first_pushes_the_small_ones_out():
-    """448 * 448, then 31 products of 1: each is below the quantum 2^(16 - 13) = 8 and is cut to nothing."""
+def test_a_large_term_pushes_the_small_ones_out():
+    """Beside 448 * 448 (exponent 16) the quantum is 2^(16 - 13) = 8, so 63 products of 1 are cut to nothing."""
     a = torch.ones(1, 64)
     a[0, 0] = 448
-    b = a.clone()
-    ours = reference_gemm(unscaled(E4M3.encode(a)), unscaled(E4M3.encode(b)), accumulate="fast")
-    assert ours.item() == 448 * 448  # exact: 448^2 + 63
-    assert reference_gemm(unscaled(E4M3.encode(a)), unscaled(E4M3.encode(b)), accumulate="promote128").item() == (
-        448 * 448 + 63
-    )
+    operands = unscaled(E4M3.encode(a)), unscaled(E4M3.encode(a))
+    assert reference_gemm(*operands, accumulate="fast").item() == 448 * 448
+    assert reference_gemm(*operands, accumulate="promote128").item() == 448 * 448 + 63
 
 
 def test_the_step_by_hand():
-    """1.75 * 1.75 = 3.0625 counts as exponent 0, so a term of 2^-13 survives beside it and one of 2^-14 does not."""
-    for small, kept in ((2.0**-13, 2.0**-13), (2.0**-14, 0.0), (-(2.0**-14), 0.0)):
-        products = torch.tensor([3.0625, small], dtype=torch.float64)
-        out = tensor_core_step(products, torch.tensor([0, -13]), torch.zeros((), dtype=torch.float64))
-        # 3.0625 + 2^-13 needs 14 fraction bits below its own leading bit (2), so the result is cut again
-        assert out.item() == (3.0625 if kept else 3.0625)
-    one = torch.tensor([1.0, 2.0**-13], dtype=torch.float64)
-    assert tensor_core_step(one, torch.tensor([0, -13]), torch.zeros((), dtype=torch.float64)).item() == 1 + 2.0**-13
+    """1.75 * 1.75 = 3.0625 has the exponent of its factors, 0, so terms are cut at 2^-13 and the sum again at 2^-12."""
+    for small, kept in (
+        ([2.0**-13, 2.0**-13], 2.0**-12),  # with the exponent of 3.0625 itself, 1, both would have been lost
+        ([2.0**-13, 0.0], 0.0),  # survives beside the product, but not in a sum above 2
+        ([2.0**-14, 2.0**-14], 0.0),  # each is cut before they meet
+        ([-(2.0**-14), 0.0], 0.0),  # towards zero, not down
+    ):
+        products = torch.tensor([3.0625, *small], dtype=torch.float64)
+        out = tensor_core_step(products, exponent(products).clamp(max=0), torch.zeros((), dtype=torch.float64))
+        assert out.item() == 3.0625 + kept
 
 
 def test_exponents_and_powers():
@@ -227,13 +226,13 @@ def test_measured_errors(k, kind, fast, slow):
 
 
 def test_quantization_hides_promoted_accumulation_but_not_fast():
-    """Why fp8lab multiplies in float32: rounding the operands costs 3.6e-2, the tensor core with promotion 1e-4."""
+    """Why fp8lab multiplies in float32: rounding the operands costs 3.4e-2, the tensor core with promotion 3e-4."""
     a, b = data()
     qa, qb = BlockQuantizer(ACTIVATION).quantize(a), BlockQuantizer(WEIGHT).quantize(b)
     true = a.double() @ b.double().t()
     rounding = (exact(qa, qb) - true).norm() / true.norm()
     accumulation = (reference_gemm(qa, qb, accumulate="hopper") - exact(qa, qb)).norm() / true.norm()
-    assert 2e-2 < rounding < 5e-2 and accumulation < rounding / 100
+    assert 2e-2 < rounding < 5e-2 and accumulation < rounding / 50
     assert bias("fast", 4096, "positive")[0] > 5e-2
 
 

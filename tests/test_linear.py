@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8lab.linear import Float8Linear, float8_layers, matmul, real_tokens, refresh
@@ -305,3 +307,164 @@ def test_meta_device():
     layer = Float8Linear.from_linear(linear, LinearPrecision())
     layer.refresh()
     assert layer._cache is None
+
+
+# ---- beside other tools: autocast, torch.compile, peft ------------------------------------------------
+
+
+class MatmulDtypes(TorchDispatchMode):
+    """Collects the dtypes of everything that is matrix-multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.seen |= {t.dtype for t in args if isinstance(t, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernels", ["default", "other"])
+@pytest.mark.parametrize("precision", [LinearPrecision(), BF16_LINEAR, BF16_HEAD], ids=["fp8", "bf16", "head"])
+def test_autocast_changes_nothing_and_multiplies_no_bf16(precision, kernels):
+    x, w, g, bias = data(m=40)
+    layer = layer_of(w, precision, bias, kernels=kernels)
+    want = gemms(layer, x, g)
+    with torch.autocast("cpu", dtype=torch.bfloat16), MatmulDtypes() as matmuls:
+        ours = gemms(layer, x, g)
+        assert torch.nn.functional.linear(x, w).dtype == torch.bfloat16  # autocast is on, and the watcher sees it
+    assert matmuls.seen == {torch.float32, torch.bfloat16}
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(ours, want, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16), MatmulDtypes() as matmuls:
+        y = layer(x.requires_grad_())
+    with matmuls:
+        y.backward(g)  # outside, where PyTorch's documentation puts it
+    assert matmuls.seen == {torch.float32}
+    assert torch.equal(y, want[0]) and torch.equal(x.grad, want[1])
+
+
+def test_bf16_input_is_read_as_float32():
+    """What a layer gets from an autocast neighbour; its gradient goes back in BF16."""
+    x, w, g, bias = data(m=40)
+    layer, narrow = layer_of(w, LinearPrecision(), bias), x.bfloat16()
+    want, ours = gemms(layer, narrow.float(), g), gemms(layer, narrow, g)
+    assert [t.dtype for t in ours] == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    assert all(torch.equal(a.float(), b) for a, b in zip(ours, want, strict=True))
+
+
+def converted_llama(**sizes):
+    from fp8lab.convert import convert
+    from fp8lab.precision import PrecisionPlan
+
+    model = references.tiny_llama(**sizes).train()
+    convert(model, PrecisionPlan.preset("fp8-e2e"), side="trainer")
+    return model
+
+
+def logits_and_gradients(model, call):
+    ids = references.tokens()
+    model.zero_grad(set_to_none=True)
+    result = call(input_ids=ids, labels=ids, use_cache=False)
+    result.loss.backward()
+    return result.logits.detach(), [p.grad for p in model.parameters()]
+
+
+def test_autocast_of_a_whole_model():
+    """Attention and RoPE follow autocast, the planned linears do not: close to float32, and trainable."""
+    model = converted_llama()
+    plain, gradients = logits_and_gradients(model, model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed, mixed_gradients = logits_and_gradients(model, model)
+    assert mixed.dtype == torch.float32 and (mixed - plain).norm() < 0.05 * plain.norm()
+    for ours, want in zip(mixed_gradients, gradients, strict=True):
+        assert ours.dtype == torch.float32 and (ours - want).norm() <= 0.1 * want.norm()
+
+
+def test_compile_equals_eager():
+    """Each linear is a graph break; around them aot_eager runs the same kernels. A refresh needs no new compilation."""
+    torch._dynamo.reset()
+    model = converted_llama()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(2):
+        logits, gradients = logits_and_gradients(model, model)
+        ours, our_gradients = logits_and_gradients(model, compiled)
+        assert torch.equal(ours, logits)
+        for a, b in zip(our_gradients, gradients, strict=True):
+            assert (
+                a - b
+            ).norm() <= 1e-3 * b.norm()  # 7e-8 where measured: sums of gradients are taken in another order
+        if step == 0:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            with torch.no_grad():
+                model.model.layers[0].mlp.down_proj.weight.mul_(2)
+            refresh(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_inductor_is_close_to_eager():
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler, which torch.compile's default backend needs on a CPU")
+    torch._dynamo.reset()
+    model = converted_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        want = model(input_ids=references.tokens(), use_cache=False).logits
+        ours = torch.compile(model)(input_ids=references.tokens(), use_cache=False).logits
+    assert (ours - want).norm() < 1e-2 * want.norm()  # fused norms may round otherwise, which flips an FP8 code or two
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def lora():
+    """(an FP8 tiny Llama with adapters after five steps of SGD, its logits before, its base weights before, losses)."""
+    peft = pytest.importorskip("peft")
+    model = converted_llama()
+    before = model(input_ids=references.tokens(), use_cache=False).logits.detach()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    losses = []
+    for _ in range(5):
+        result = model(input_ids=references.tokens(), labels=references.tokens(), use_cache=False)
+        if not losses:
+            assert torch.equal(result.logits, before)  # lora_B starts at zero
+        result.loss.backward()
+        losses.append(result.loss.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return model, before, weights, losses
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+class TestLora:
+    def test_adapters_train_on_a_frozen_fp8_base(self, lora):
+        model, _, weights, losses = lora
+        attention = model.base_model.model.model.layers[0].self_attn
+        assert isinstance(attention.q_proj.base_layer, Float8Linear) and isinstance(attention.k_proj, Float8Linear)
+        assert len(list(float8_layers(model))) == 2 * 7 + 1
+        assert losses[-1] < losses[0] - 0.1
+        trained = [name for name, p in model.named_parameters() if p.grad is not None]
+        assert len(trained) == 2 * 2 * 2 and all("lora_" in name for name in trained)
+        for name, p in model.named_parameters():
+            if "lora_" not in name:
+                plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                assert not p.requires_grad and torch.equal(p, weights[plain])
+
+    @pytest.mark.parametrize("safe_merge", [False, True])
+    def test_a_merge_needs_a_refresh(self, lora, safe_merge):
+        """peft writes to weight.data, which nothing can see: until `refresh` the model is the one without adapters."""
+        model, before, weights, _ = lora
+        ids = references.tokens()
+        adapted = model(input_ids=ids, use_cache=False).logits.detach()
+        merged = model.merge_and_unload(safe_merge=safe_merge)
+        query = merged.model.layers[0].self_attn.q_proj
+        assert type(query) is Float8Linear and list(merged.state_dict()) == list(converted_llama().state_dict())
+        assert not torch.equal(query.weight, weights["model.layers.0.self_attn.q_proj.weight"])
+        assert torch.equal(merged(input_ids=ids, use_cache=False).logits, before)  # the trap
+        refresh(merged)
+        logits = merged(input_ids=ids, use_cache=False).logits.detach()
+        # close, not equal: base + adapter is now one weight, rounded to FP8 as a whole
+        assert (logits - adapted).norm() < 0.1 * adapted.norm() < 0.2 * (adapted - before).norm()
+        assert torch.equal(query.quantized.values, layer_of(query.weight.detach(), LinearPrecision()).quantized.values)
