@@ -49,6 +49,33 @@ def summarize(folder: Path) -> dict:
     return {"margin": MARGIN, "seeds": seeds, "backend": "emulated", "arms": arms, "paired_differences": differences}
 
 
+def table(summary: dict) -> str:
+    """The study as a Markdown table: means with 95 % intervals, and paired differences to BF16."""
+
+    def text(value: dict, digits: int) -> str:
+        return f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+    lines = [
+        f"| {len(summary['seeds'])} seeds, mean [95 % interval] | accuracy before | accuracy after | "
+        "after, minus BF16 (paired) | `token_mult_prob_error`, steps 1-30 | last 10 steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, values in summary["arms"].items():
+        difference = summary["paired_differences"].get(f"{arm} - bf16")
+        cells = [text(values["accuracy_first"], 3), text(values["accuracy_last"], 3)]
+        cells += [text(difference["accuracy_last"], 4) if difference else ""]
+        cells += [text(values[f"token_mult_prob_error_{part}"], 4) for part in ("first_30", "last_10")]
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_readme(summary: dict, readme: Path) -> None:
+    """Put the table between the `measured` marks of the README."""
+    before, rest = readme.read_text(encoding="utf-8").split("<!-- measured -->\n")
+    after = rest.split("<!-- end measured -->")[1]
+    write_atomically(readme, f"{before}<!-- measured -->\n{table(summary)}\n<!-- end measured -->{after}")
+
+
 def main() -> int:
     """Run the study; returns 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,7 +101,9 @@ def main() -> int:
             (folder / ".lock").unlink(missing_ok=True)
     summary = summarize(arguments.out)
     write_atomically(arguments.out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
-    print(json.dumps(summary, indent=1))
+    if arguments.out == HERE / "three-arms":
+        write_readme(summary, HERE.parent.parent / "README.md")
+    print(table(summary))
     return 1 if failed else 0
 
 

@@ -17,8 +17,8 @@ _HOME = {
     "quantization_error": "quantizers",
     "PrecisionPlan": "precision",
     "Float8Linear": "linear",
-    "convert": "convert",
-    "restore": "convert",
+    "convert": "conversion",
+    "restore": "conversion",
     "NativeEngine": "rollout",
     "SamplingParams": "rollout",
     "Rollout": "rollout",
@@ -29,7 +29,7 @@ _HOME = {
     "resume": "experiment",
     "load_task": "tasks",
 }
-_MODULES = ("convert", "corrections", "diagnostics", "experiment", "formats", "grpo", "linear", "precision")
+_MODULES = ("conversion", "corrections", "diagnostics", "experiment", "formats", "grpo", "linear", "precision")
 _MODULES += ("quantizers", "rollout", "runlog", "tasks", "trainer")
 __all__ = ["__version__", *_HOME]
 

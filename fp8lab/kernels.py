@@ -15,6 +15,7 @@ thread beside a notebook's plots, say). Compiled code is cached on disk, so only
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -67,84 +68,96 @@ def _finite_amax(bits):
 
 
 @njit(nogil=True, cache=True)
+def _amax_pattern(row, largest):
+    """The largest magnitude in a row of bit patterns, or `largest`; NaN and infinity have the largest patterns."""
+    for j in range(row.size):
+        pattern = np.int32(row[j] & np.int32(0x7FFFFFFF))
+        largest = pattern if pattern > largest else largest
+    return largest
+
+
+@njit(nogil=True, cache=True)
+def _round_row(row, signs, scale, factor, multiply, constants, out, values):
+    """Round one row of a block: out gets the code values' magnitudes, `values` the bit patterns of code * scale."""
+    max_value, min_normal, split, magic, _ = constants
+    multiplier = factor if multiply else np.float32(1)  # times or over 1 changes nothing,
+    divisor = np.float32(1) if multiply else factor  # and spares the loop a branch
+    for j in range(row.size):
+        y = abs(row[j]) * multiplier / divisor
+        y = max_value if y > max_value else y
+        t = y * split
+        normal = t - (t - y)
+        subnormal = (y + magic) - magic
+        out[j] = subnormal if y < min_normal else normal
+    for j in range(row.size):
+        values[j] = np.int32(np.float32(out[j] * scale).view(np.int32) | np.int32(signs[j] & np.int32(-(2**31))))
+
+
+@njit(nogil=True, cache=True)
+def _encode_row(magnitudes, signs, mantissa_bits, constants, codes):
+    """Codes of code values: exponent and mantissa move to the right place, subnormals count their smallest steps."""
+    bias = 15 if mantissa_bits == 2 else 7
+    _, min_normal, _, _, steps = constants
+    for j in range(codes.size):
+        q = magnitudes[j]
+        normal = (np.float32(q).view(np.int32) >> (23 - mantissa_bits)) - ((127 - bias) << mantissa_bits)
+        field = np.int32(q * steps) if q < min_normal else normal
+        codes[j] = np.uint8(field | ((signs[j] >> 24) & 128))
+
+
+@njit(nogil=True, cache=True)
+def _mark_nonfinite(signs, values, codes):
+    """Give NaN and infinity the NaN code and value; returns how many there are."""
+    count = 0
+    for j in range(signs.size):
+        if np.int32(signs[j] & np.int32(0x7FFFFFFF)) >= np.int32(0x7F800000):
+            count += 1
+            values[j] = 0x7FC00000
+            if codes.size > 0:
+                codes[j] = 127
+    return count
+
+
+@njit(nogil=True, cache=True)
 def _quantize(
-    x, bits, first, last, block, max_value, max_exponent, mantissa_bits, mode, values, codes, scales, factors, bad
+    x, bits, first, last, block, constants, max_exponent, mantissa_bits, mode, values, codes, scales, factors, bad
 ):
     """Quantize block rows first..last of the matrix x, whose bit patterns are `bits` (int32); see quantize_blocks.
 
     `values` is written as int32 bit patterns, so that the sign is copied without a branch; bad: non-finite elements per
-    block row. The largest magnitude is found by comparing bit patterns as integers, which vectorizes and exposes NaN
-    and infinity, whose patterns are the largest of all.
-    mode: 0 computes scales by the rule `default`, 1 by `pow2`; 2 divides by given factors, 3 multiplies with them.
+    block row. mode: 0 computes scales by the rule `default`, 1 by `pow2`; 2 divides by given factors, 3 multiplies.
+    A block row is read in storage order, twice: the second time from cache.
     """
-    split = np.float32(2.0 ** (23 - mantissa_bits) + 1)  # Dekker's factor for mantissa_bits + 1 significant bits
-    bias = 15 if mantissa_bits == 2 else 7
-    min_normal = np.float32(2.0 ** (1 - bias))
-    magic = np.float32(min_normal * 2.0**-mantissa_bits * 1.5 * 2.0**23)
-    per_unit = np.float32(2.0**mantissa_bits / min_normal)  # subnormal value -> mantissa field
-    sign = np.int32(-(2**31))
-    magnitude = np.int32(0x7FFFFFFF)
-    infinity = np.int32(0x7F800000)
-    shift = 23 - mantissa_bits
-    offset = (127 - bias) << mantissa_bits
     rows, cols = x.shape
     num_blocks = scales.shape[1]
     largest = np.empty(num_blocks, np.int32)
     rounded = np.empty(min(block[1], cols), np.float32)
-    for block_row in range(
-        first, last
-    ):  # rows of a block row are read in storage order, twice: the second time from cache
-        top = block_row * block[0]
-        bottom = min(top + block[0], rows)
+    infinity = np.int32(0x7F800000)
+    for block_row in range(first, last):
+        top, bottom = block_row * block[0], min(block_row * block[0] + block[0], rows)
         largest[:] = 0
         for r in range(top, bottom):
             for b in range(num_blocks):
-                row = bits[r, b * block[1] : min(b * block[1] + block[1], cols)]
-                most = largest[b]
-                for j in range(row.size):
-                    pattern = np.int32(row[j] & magnitude)
-                    most = pattern if pattern > most else most
-                largest[b] = most
+                left, right = b * block[1], min(b * block[1] + block[1], cols)
+                largest[b] = _amax_pattern(bits[r, left:right], largest[b])
         bad[block_row] = 0
         for b in range(num_blocks):
             if mode < 2:
                 amax = largest[b]
                 if amax >= infinity:
                     amax = _finite_amax(bits[top:bottom, b * block[1] : min(b * block[1] + block[1], cols)])
-                scales[block_row, b] = _scale_of(np.int32(amax).view(np.float32), max_value, max_exponent, mode == 1)
+                scales[block_row, b] = _scale_of(np.int32(amax).view(np.float32), constants[0], max_exponent, mode == 1)
                 factors[block_row, b] = scales[block_row, b]
         for r in range(top, bottom):
             for b in range(num_blocks):
                 left, right = b * block[1], min(b * block[1] + block[1], cols)
-                scale, factor = scales[block_row, b], factors[block_row, b]
-                row, out = x[r, left:right], rounded[: right - left]
-                multiplier = factor if mode == 3 else np.float32(1)  # times or over 1 changes nothing,
-                divisor = np.float32(1) if mode == 3 else factor  # and spares the loop a branch
-                for j in range(row.size):
-                    y = abs(row[j]) * multiplier / divisor
-                    y = max_value if y > max_value else y
-                    t = y * split
-                    normal = t - (t - y)
-                    subnormal = (y + magic) - magic
-                    out[j] = subnormal if y < min_normal else normal
                 signs, value = bits[r, left:right], values[r, left:right]
-                for j in range(row.size):
-                    value[j] = np.int32(np.float32(out[j] * scale).view(np.int32) | np.int32(signs[j] & sign))
-                if codes.shape[0] > 0:
-                    code = codes[r, left:right]
-                    for j in range(row.size):
-                        q = out[j]
-                        normal_code = (np.float32(q).view(np.int32) >> shift) - offset
-                        subnormal_code = np.int32(q * per_unit)
-                        field = subnormal_code if q < min_normal else normal_code
-                        code[j] = np.uint8(field | ((signs[j] >> 24) & 128))
+                scale, factor = scales[block_row, b], factors[block_row, b]
+                _round_row(x[r, left:right], signs, scale, factor, mode == 3, constants, rounded, value)
+                code = codes[r, left:right] if codes.shape[0] > 0 else codes[:0, 0]
+                _encode_row(rounded, signs, mantissa_bits, constants, code)
                 if largest[b] >= infinity:  # rare
-                    for j in range(row.size):
-                        if np.int32(signs[j] & magnitude) >= infinity:
-                            bad[block_row] += 1
-                            value[j] = 0x7FC00000  # NaN
-                            if codes.shape[0] > 0:
-                                codes[r, left + j] = 127
+                    bad[block_row] += _mark_nonfinite(signs, value, code)
 
 
 def quantize_blocks(
@@ -165,14 +178,14 @@ def quantize_blocks(
     rows, cols = x.shape
     grid = (-(-rows // block[0]), -(-cols // block[1]))
     values = torch.empty_like(x) if out is None else out
-    codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 0), dtype=torch.uint8)
+    codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 1), dtype=torch.uint8)
     counts = np.zeros(grid[0], dtype=np.int64)
     exponent = math.frexp(fmt.max)[1] - 1
     if given is None:
         mode, scale, factor = int(rule.pow2 is not None), torch.empty(grid), torch.empty(grid)
     else:
         mode, (scale, factor) = (2 if rule.apply == "divide" else 3), (t.contiguous() for t in given)
-    settings = (block, np.float32(fmt.max), exponent, fmt.mantissa_bits, mode)
+    settings = (block, _constants(fmt), exponent, fmt.mantissa_bits, mode)
     arrays = (values.numpy().view(np.int32), codes.numpy(), scale.numpy(), factor.numpy(), counts)
     source = (x.detach().numpy(), x.detach().numpy().view(np.int32))
     threads = min(torch.get_num_threads(), grid[0])
@@ -187,6 +200,14 @@ def quantize_blocks(
         for job in jobs:
             job.result()
     return values, codes if want_codes else None, scale, int(counts.sum())
+
+
+@functools.cache
+def _constants(fmt: Float8Format) -> tuple[np.float32, ...]:
+    """max, smallest normal, Dekker's factor for its significant bits, the magic addend, smallest steps per unit."""
+    split = 2.0 ** (23 - fmt.mantissa_bits) + 1
+    magic = 1.5 * 2.0**23 * fmt.min_subnormal
+    return tuple(map(np.float32, (fmt.max, fmt.min_normal, split, magic, 1 / fmt.min_subnormal)))
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -22,6 +22,13 @@ import torch
 
 from fp8lab.formats import Float8Format
 
+
+def default_scale(amax: torch.Tensor, fmt: Float8Format) -> torch.Tensor:
+    """The rule `default`: the largest magnitude lands on the format's largest number; an empty block has scale 1."""
+    scale = amax.float() / fmt.max
+    return torch.where(scale == 0, 1.0, scale)
+
+
 FORMS = ("amax/max", "max/amax", "max/amax in fp64")
 APPLY = ("divide", "reciprocal", "encode")
 POW2 = (None, "bits", "log2", "encode bits")
@@ -87,6 +94,9 @@ class ScaleRule:
 
         For `divide` the multiplier is the scale itself, and x is divided by it. dtype: the input's.
         """
+        if self.fused and self.pow2 is None:
+            scale = default_scale(amax, fmt)
+            return scale, scale
         amax = amax.to(dtype if self.in_input_dtype else torch.float32).clamp(min=self.amax_floor)
         if self.form == "amax/max":
             scale = amax / fmt.max

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fp8lab import corrections, diagnostics
-from fp8lab.convert import convert
+from fp8lab.conversion import convert
 from fp8lab.grpo import GRPOConfig, group_advantages, policy_loss, reference_kl, token_weights
 from fp8lab.linear import real_tokens, refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, quiet

@@ -1,5 +1,6 @@
 """The set-up commands, with pip and venv replaced by recorders: what is run, and what is left."""
 
+import shutil
 import subprocess
 import sys
 
@@ -21,8 +22,8 @@ def checkout(tmp_path, monkeypatch):
         calls.append(" ".join(words[1:]))
         if words[1:3] == ["-m", "venv"]:
             (tmp_path / words[-1]).mkdir(exist_ok=True)
-            for left in (tmp_path / words[-1]).iterdir():
-                left.unlink()
+            shutil.rmtree(tmp_path / words[-1])
+            (tmp_path / words[-1]).mkdir()
         return codes.get(words[2], 0)
 
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)

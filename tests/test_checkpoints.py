@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8lab import models
 from fp8lab.checkpoints import export_fp8, import_fp8, read_fp8
-from fp8lab.convert import convert
+from fp8lab.conversion import convert
 from fp8lab.linear import float8_layers, quantize_weight
 from fp8lab.precision import BF16_LINEAR, Fallback, LinearPrecision, PrecisionPlan, SidePlan, linear_modules
 from fp8lab.quantizers import BlockQuantizer, QuantizedTensor

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8lab.convert import convert, restore
+from fp8lab.conversion import convert, restore
 from fp8lab.diagnostics import MismatchReport, differing_layers, mismatch
 from fp8lab.linear import float8_layers, refresh
 from fp8lab.precision import LinearPrecision, PrecisionPlan, SidePlan

@@ -228,7 +228,7 @@ def test_no_grad_and_checkpointing_change_nothing():
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_checkpointing_a_whole_model():
-    from fp8lab.convert import convert
+    from fp8lab.conversion import convert
     from fp8lab.precision import PrecisionPlan
 
     ids, grads = references.tokens(), []
@@ -354,7 +354,7 @@ def test_bf16_input_is_read_as_float32():
 
 
 def converted_llama(**sizes):
-    from fp8lab.convert import convert
+    from fp8lab.conversion import convert
     from fp8lab.precision import PrecisionPlan
 
     model = references.tiny_llama(**sizes).train()

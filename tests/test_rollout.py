@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from fp8lab.convert import restore
+from fp8lab.conversion import restore
 from fp8lab.diagnostics import differing_layers
 from fp8lab.models import load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan

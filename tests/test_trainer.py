@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8lab import grpo
-from fp8lab.convert import restore
+from fp8lab.conversion import restore
 from fp8lab.linear import float8_layers, refresh
 from fp8lab.models import load_model
 from fp8lab.precision import PrecisionPlan

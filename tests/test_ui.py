@@ -14,6 +14,7 @@ import pytest
 
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.precision import PrecisionPlan
+from fp8lab.tasks import data_dir
 from fp8lab.ui import lessons, plots, runner
 from fp8lab.ui.panels import RunPanel, arm_name, static_reason
 
@@ -27,6 +28,7 @@ def rows(steps, gap=0.02):
     return [first, *later]
 
 
+STUDY = json.loads((data_dir() / "evidence" / "three-arms.json").read_text())
 RUNS = {"bf16": rows(4, 0.0), "fp8-rollout": rows(4), "fp8-e2e, last 1 in BF16": rows(3, 1e-4)}
 
 
@@ -69,11 +71,10 @@ def figures():
         maps.decide(f"model.layers.{i}.mlp.up_proj", side, 2) for i in (0, 1) for side in ("rollout", "trainer")
     ]
     spread = {"bf16": np.zeros(9), "fp8-rollout": np.linspace(-1, 1, 50)}
-    both = plots.summary({"bf16": rows(4), "fp8-e2e": rows(4), "fp8-rollout": rows(4)})
     return {
         "live": plots.live_figure(RUNS, 4),
         "histogram": plots.ratio_histogram(spread),
-        "published": plots.published_beside_ours(both),
+        "published": plots.published_beside_ours(STUDY),
         "map": plots.precision_map(decisions),
     }
 
@@ -107,12 +108,18 @@ def test_summary_and_comparison():
     assert list(table.index) == ["bf16", "fp8-e2e"]
     assert table.loc["fp8-e2e", "mean token_mult_prob_error"] == pytest.approx(1.02)
     assert table.loc["bf16", "± sampling"] == pytest.approx(1.96 * (0.25 / 400) ** 0.5)
-    with pytest.raises(ValueError, match="no run of 'bf16'"):
-        plots.published_beside_ours(table.drop("bf16"))
-    stopped = plots.summary({"bf16": rows(4), "fp8-e2e": rows(3), "fp8-rollout": rows(4)})
-    labels = [label for trace in plots.published_beside_ours(stopped).data for label in trace.y]
-    assert [label for label in labels if "ours" in label] == ["FP8 rollout only · ours "], "stopped at another step"
     assert plots.summary({}).empty and plots.frame({}).empty
+
+
+def test_the_study_is_shown_as_it_is():
+    table = plots.study_table(STUDY)
+    accuracy = STUDY["arms"]["fp8-e2e"]["accuracy_last"]
+    assert table.loc["fp8-e2e", "accuracy after training"].startswith(f"{accuracy['mean']:.3f} [{accuracy['low']:.3f}")
+    assert table.loc["bf16", "minus BF16, same seed"] == ""
+    drawn = {trace.y[0].strip(): trace.x[0] for trace in plots.published_beside_ours(STUDY).data}
+    ours = 100 * STUDY["paired_differences"]["fp8-rollout - bf16"]["accuracy_last"]["mean"]
+    assert drawn["FP8 rollout only · ours"] == pytest.approx(ours)
+    assert drawn["FP8 rollout only · published"] == pytest.approx(-3.0)
 
 
 # ---- the panel ------------------------------------------------------------------------------------------------------

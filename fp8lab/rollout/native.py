@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8lab.convert import convert
+from fp8lab.conversion import convert
 from fp8lab.linear import refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan

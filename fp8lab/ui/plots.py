@@ -233,35 +233,59 @@ def summary(runs: Runs) -> pd.DataFrame:
     return pd.DataFrame(table, columns=columns).set_index("arm")
 
 
-def published_beside_ours(ours: pd.DataFrame, *, backend: str = "emulated") -> go.Figure:
-    """Accuracy relative to BF16, in percentage points: NVIDIA's published numbers (open) and ours (filled).
+def study_table(study: Mapping[str, Any]) -> pd.DataFrame:
+    """A shipped study (data/evidence/*.json) as a table: means over seeds with 95 % intervals, a line an arm."""
 
-    ours: what `summary` returns, with a `bf16` line (ValueError without); an arm that was stopped at another step is
-    left out. The bars are 95 % sampling error of both evaluations, one seed; the published numbers come without any.
+    def text(value: Mapping[str, float], digits: int) -> str:
+        return f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+    table = {}
+    for arm, values in study["arms"].items():
+        difference = study["paired_differences"].get(f"{arm} - bf16")
+        table[arm] = {
+            "accuracy after training": text(values["accuracy_last"], 3),
+            "minus BF16, same seed": text(difference["accuracy_last"], 4) if difference else "",
+            "token_mult_prob_error, steps 1-30": text(values["token_mult_prob_error_first_30"], 4),
+            "last 10 steps": text(values["token_mult_prob_error_last_10"], 4),
+        }
+    return pd.DataFrame.from_dict(table, orient="index")
+
+
+def published_beside_ours(study: Mapping[str, Any]) -> go.Figure:
+    """Accuracy relative to BF16, in percentage points: published (open) and a shipped study's (filled).
+
+    study: data/evidence/three-arms.json as a dict. The bars are the 95 % intervals of paired differences over its
+    seeds, the grey band is its equivalence margin; the published numbers come without any interval.
     """
-    if "bf16" not in ours.index:
-        raise ValueError(f"there is no run of 'bf16' to compare with (there are: {', '.join(ours.index) or 'none'})")
     figure = go.Figure()
     theirs = PUBLISHED.set_index("arm").accuracy
-    base, width = ours["accuracy last"]["bf16"], ours["± sampling"]
     for arm in ("fp8-e2e", "fp8-rollout"):
         style = arm_style(arm)
-        label, common = f"{style.label} ", {"mode": "markers+text", "showlegend": False}
-        rows = [("published", theirs[arm] - theirs["bf16"], None, f"{style.symbol}-open")]
-        if arm in ours.index and ours.steps[arm] == ours.steps["bf16"]:
-            error = 100 * float(np.hypot(width[arm], width["bf16"]))
-            rows.append(("ours", ours["accuracy last"][arm] - base, error, style.symbol))
-        for who, difference, error, symbol in rows:
-            x, y = [100 * difference], [f"{label}· {who} "]
-            bars = {"array": [error], "thickness": 1.5, "color": style.color} if error else None
-            text = [f"{x[0]:+.1f}" + (f" ± {error:.1f}" if error else "")]
-            marker = {"color": style.color, "size": 13, "symbol": symbol, "line": {"width": 2, "color": style.color}}
-            figure.add_scatter(x=x, y=y, error_x=bars, text=text, textposition="top center", marker=marker, **common)
+        ours = study["paired_differences"][f"{arm} - bf16"]["accuracy_last"]
+        half = 100 * (ours["high"] - ours["low"]) / 2
+        published = 100 * (theirs[arm] - theirs["bf16"])
+        rows = [
+            ("published", published, None, f"{style.symbol}-open"),
+            ("ours", 100 * ours["mean"], half, style.symbol),
+        ]
+        for who, x, error, symbol in rows:
+            figure.add_scatter(
+                x=[x],
+                y=[f"{style.label} · {who} "],
+                error_x={"array": [error], "thickness": 1.5, "color": style.color} if error else None,
+                text=[f"{x:+.1f}" + (f" ± {error:.1f}" if error else "")],
+                textposition="top center",
+                mode="markers+text",
+                showlegend=False,
+                marker={"color": style.color, "size": 13, "symbol": symbol, "line": {"width": 2, "color": style.color}},
+            )
     figure.add_vline(x=0, line={"color": ARMS["bf16"].color, "width": 2})
-    figure.update_xaxes(title_text="accuracy minus BF16's, percentage points")
-    rows = len({label for trace in figure.data for label in trace.y})
-    figure.update_yaxes(automargin=True, range=[-0.5, rows - 0.3])
-    return finish(figure, "Published: Llama 3.1 8B on math · ours: a 0.7 M model on sums, one seed", backend)
+    margin = 100 * study["margin"]
+    figure.add_vrect(x0=-margin, x1=margin, fillcolor="grey", opacity=0.12, line_width=0, layer="below")
+    figure.update_xaxes(title_text="accuracy minus BF16's, percentage points (grey: counts as equivalent)")
+    figure.update_yaxes(automargin=True, range=[-0.5, len(figure.data) - 0.3])
+    title = f"Published: Llama 3.1 8B on math · ours: 0.7 M parameters on sums, {len(study['seeds'])} seeds"
+    return finish(figure, title, study["backend"])
 
 
 def precision_map(decisions: Iterable[Any], *, backend: str = "emulated") -> go.Figure:

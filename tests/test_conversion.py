@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from fp8lab.convert import convert, restore
+from fp8lab.conversion import convert, restore
 from fp8lab.linear import Float8Linear, float8_layers, refresh
 from fp8lab.precision import PrecisionPlan
 

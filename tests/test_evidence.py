@@ -1,0 +1,56 @@
+"""The shipped study: its summary follows from its runs, the README's table from the summary."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STUDY = ROOT / "data" / "evidence" / "three-arms"
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    spec = importlib.util.spec_from_file_location("evidence", ROOT / "data" / "evidence.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def summary():
+    return json.loads(STUDY.with_suffix(".json").read_text())
+
+
+def test_the_summary_follows_from_the_shipped_runs(evidence, summary):
+    again = json.loads(json.dumps(evidence.summarize(STUDY)))
+
+    def compare(a, b):
+        assert type(a) is type(b)
+        if isinstance(a, dict):
+            assert a.keys() == b.keys()
+            for key in a:
+                compare(a[key], b[key])
+        elif isinstance(a, float):
+            assert a == pytest.approx(b, rel=1e-9)
+        else:
+            assert a == b
+
+    compare(again, summary)
+
+
+def test_the_readme_shows_the_summary(evidence, summary):
+    assert evidence.table(summary) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_the_study_found(summary):
+    """Issue 2's claims, over at least five seeds; a new study with other results must change the words, too."""
+    assert len(summary["seeds"]) >= 5 and summary["margin"] == 0.03
+    arms, differences = summary["arms"], summary["paired_differences"]
+    assert 0.25 < arms["bf16"]["accuracy_first"]["mean"] < 0.35
+    assert arms["bf16"]["accuracy_last"]["low"] >= 0.8
+    assert differences["fp8-e2e - bf16"]["equivalent_within_margin"]
+    assert arms["fp8-e2e"]["token_mult_prob_error"]["high"] < 1.005
+    assert arms["fp8-rollout"]["token_mult_prob_error_first_30"]["low"] >= 1.02
+    assert differences["fp8-rollout - bf16"]["token_mult_prob_error"]["low"] > 0.01
