@@ -183,10 +183,15 @@ def run(
 def resume(
     out: str | Path, *, on_step: Callback | None = None, should_stop: Callable[[], bool] | None = None
 ) -> RunLog:
-    """Go on with the run in `out` from its last checkpoint; the logs end up the same as if it had never stopped."""
+    """Go on with the run in `out` from its last checkpoint; the logs end up the same as if it had never stopped.
+
+    Bit for bit that holds on the same machine with the same torch and as many threads; it warns if those differ.
+    """
     log = RunLog(out)
     config = ExperimentConfig.from_dict(log.config)
     with log:
+        if changed := log.changed_environment():
+            warnings.warn(f"this run began with {changed}: its last bits may now differ", stacklevel=2)
         checkpoint = log.latest_checkpoint()
         step, folder = checkpoint or (None, None)
         log.rewind(-1 if step is None else step)

@@ -78,6 +78,17 @@ class RunLog:
         write_atomically(self.folder / "environment.json", json.dumps(environment(), indent=1))
         write_atomically(self.folder / "config.json", json.dumps(config, indent=1))
 
+    def changed_environment(self) -> str:
+        """What decides last bits and is not as when the run began, as text; empty if nothing changed."""
+        path = self.folder / "environment.json"
+        before, now = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, environment()
+        changes = [
+            f"{key} {before[key]}" for key in ("torch_threads", "processor") if before.get(key, now[key]) != now[key]
+        ]
+        old, new = before.get("packages", {}), now["packages"]
+        changes += [f"{name} {old[name]}" for name in ("torch", "numba") if old.get(name, new[name]) != new[name]]
+        return ", ".join(changes)
+
     def append(self, log: str, row: dict[str, Any]) -> None:
         """Add a line to a log and flush it."""
         if log not in self._files:
@@ -86,7 +97,18 @@ class RunLog:
         self._files[log].flush()
 
     def rewind(self, step: int) -> None:
-        """Drop every log line after `step`, and torn lines."""
+        """Drop every log line after `step`, and torn lines.
+
+        ValueError, before anything is written, if metrics.jsonl lacks a step up to `step`: a damaged log is not
+        repaired.
+        """
+        found = [row["step"] for row in self.rows() if row["step"] <= step]
+        if found != list(range(step + 1)):
+            gap = next(i for i in range(step + 1) if i >= len(found) or found[i] != i)
+            raise ValueError(
+                f"{self.folder / 'metrics.jsonl'} is damaged: step {gap} of 0 to {step} cannot be read. "
+                "Restore the file, or start a new run; the checkpoints are untouched"
+            )
         for log in LOGS:
             kept = [row for row in self.rows(log) if row["step"] <= step]
             path = self.folder / f"{log}.jsonl"

@@ -225,6 +225,25 @@ def test_kill_9_resumes_to_the_same_bytes(tmp_path):
     assert (tmp_path / "killed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
+def test_a_damaged_log_is_refused_and_left_alone(tmp_path):
+    log = run(small(steps=2), tmp_path / "run")
+    lines = (log.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    damaged = lines[0] + lines[1][:20] + "\n" + lines[2]
+    (log.folder / "metrics.jsonl").write_text(damaged)
+    with pytest.raises(ValueError, match="step 1 of 0 to 2 cannot be read"):
+        resume(log.folder)
+    assert (log.folder / "metrics.jsonl").read_text() == damaged
+
+
+def test_resuming_with_other_threads_warns(tmp_path):
+    log = run(small(steps=1), tmp_path / "run")
+    path = log.folder / "environment.json"
+    environment = json.loads(path.read_text())
+    path.write_text(json.dumps(environment | {"torch_threads": environment["torch_threads"] + 1}))
+    with pytest.warns(UserWarning, match="torch_threads"):
+        resume(log.folder)
+
+
 def test_run_directories_are_protected(reference, tmp_path):
     with pytest.raises(FileExistsError, match="already holds a run"):
         run(small(), reference.folder)
