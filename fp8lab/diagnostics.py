@@ -6,7 +6,8 @@ masked-in tokens with finite log-probs; the others are counted. Names and formul
 (nemo_rl/algorithms/loss/loss_functions.py and its docs/guides/grpo.md), so a number here can be held against a number
 on a cluster. exp() of anything is taken with the exponent clamped to +-20.
 
-Left out: verl's set, per-sequence variants, attribution to layers.
+verl's set, per-sequence errors, histograms and healthy bands are in `sequence_metrics.py`. Left out: attribution to
+layers.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mas
         return x.mean().item() if len(x) else empty
 
     return MismatchReport(
-        token_mult_prob_error=mean(_exp(d.abs()), 1.0),
-        gen_kl_error=mean(_k3(d), 0.0),
-        policy_kl_error=mean(_k3(-d), 0.0),
-        js_divergence_error=mean((_k3(t - middle) + _k3(g - middle)) / 2, 0.0),
-        sampling_importance_ratio=mean(_exp(d), 1.0),
+        token_mult_prob_error=mean(clamped_exp(d.abs()), 1.0),
+        gen_kl_error=mean(k3(d), 0.0),
+        policy_kl_error=mean(k3(-d), 0.0),
+        js_divergence_error=mean((k3(t - middle) + k3(g - middle)) / 2, 0.0),
+        sampling_importance_ratio=mean(clamped_exp(d), 1.0),
         mean_abs_difference=mean(d.abs(), 0.0),
         max_abs_difference=d.abs().max().item() if len(d) else 0.0,
         tokens=len(d),
@@ -79,13 +80,14 @@ def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mas
     )
 
 
-def _exp(x: torch.Tensor) -> torch.Tensor:
+def clamped_exp(x: torch.Tensor) -> torch.Tensor:
+    """exp(x) with the exponent clamped to +-20."""
     return x.clamp(-20, 20).exp()
 
 
-def _k3(x: torch.Tensor) -> torch.Tensor:
+def k3(x: torch.Tensor) -> torch.Tensor:
     """exp(x) - x - 1 >= 0: an unbiased, low-variance KL estimate from samples (Schulman, 2020)."""
-    return _exp(x) - x - 1
+    return clamped_exp(x) - x - 1
 
 
 def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict[str, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8lab.corrections import MODES
+from fp8lab.corrections import MODES, check_bounds
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
 SCHEDULES = ("constant_with_warmup", "linear")
@@ -67,9 +67,9 @@ class GRPOConfig:
     importance_sampling: str = "is"
     """Correction of the rollout/trainer mismatch: see corrections.MODES."""
     importance_sampling_max: float = 2.0
-    """Upper bound for `tis` and `icepop`."""
+    """Upper bound of a token's ratio (`tis`, `icepop`) or a sequence's (modes of level sequence)."""
     importance_sampling_min: float = 0.0
-    """Lower bound for `tis` and `icepop`."""
+    """Lower bound of the same; `icepop` and `seq-mask-tis` need one above 0."""
     micro_batch_size: int = 1024
     """Most sequences per forward (whole groups, at least one); gradients add up over micro-batches."""
 
@@ -82,6 +82,7 @@ class GRPOConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        check_bounds(self.importance_sampling, self.importance_sampling_min, self.importance_sampling_max)
         for name in ("num_generations", "steps_per_generation", "num_iterations", "micro_batch_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer >= 1")

@@ -207,6 +207,8 @@ class Trainer:
         }
         if "oob_tokens" in totals:
             metrics["is_oob_ratio"] = totals["oob_tokens"] / trained
+        elif "oob_sequences" in totals:
+            metrics["is_oob_ratio"] = totals["oob_sequences"] / max(1.0, totals["sequences"])
         return metrics
 
     def save(self, folder: str | Path) -> None:

@@ -134,6 +134,57 @@ def clipped_loss(logp, old, advantages, low, high, delta=None):
     return loss, cut
 
 
+def corrected_weights(g, t, mask, mode, low, high):
+    """Weights (B, T) under the frameworks' own formulas, row by row: seq-mask-tis is NeMo RL's, sequence-tis verl's,
+    sequence-mask TRL's, geometric AReaL's (ratio, mean, mask). Non-finite tokens weigh 0 and count in no aggregate."""
+    out = np.zeros(g.shape)
+    for i in range(len(g)):
+        use = mask[i] & np.isfinite(g[i]) & np.isfinite(t[i])
+        if not use.any():
+            continue
+        d = t[i][use].astype(np.float64) - g[i][use].astype(np.float64)
+        if mode == "seq-mask-tis":
+            geometric = np.exp(np.clip(d.sum() / use.sum(), -20, 20))
+            out[i, use] = np.exp(np.clip(d, -20, 20)) * (low <= geometric <= high)
+        elif mode == "sequence-tis":
+            out[i, use] = np.clip(np.exp(np.clip(d.sum(), -20, 20)), low, high)
+        elif mode == "sequence-mask":
+            product = np.exp(np.clip(d.sum(), -20, 20))
+            out[i, use] = product if low <= product <= high else 0
+        elif mode == "geometric":
+            weight = np.exp(np.clip(d.mean(), -20, 20))
+            out[i, use] = weight if low <= weight <= high else 0
+    return out
+
+
+def verl_mismatch(g, t, mask):
+    """verl's compute_offpolicy_metrics, its effective sample size of raw ratios, and NeMo RL's errors by sequence."""
+    rows = [(a[m].astype(np.float64), b[m].astype(np.float64)) for a, b, m in zip(g, t, mask, strict=True) if m.any()]
+    gap = np.array([a.mean() - b.mean() for a, b in rows])
+    d = np.concatenate([b - a for a, b in rows])
+    normal = np.exp(d) / np.exp(d).mean()
+    error = [np.exp(np.abs(a - b)).mean() for a, b in rows]
+    return {
+        "kl": -d.mean(),
+        "k3_kl": (np.exp(d) - d - 1).mean(),
+        "training_ppl": np.mean([np.exp(-b.mean()) for _, b in rows]),
+        "rollout_ppl": np.mean([np.exp(-a.mean()) for a, _ in rows]),
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": np.abs(gap).mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": np.exp(gap).mean(),
+        "chi2_token": (np.exp(d) ** 2).mean() - 1,
+        "chi2_seq": np.mean([np.exp(2 * (b - a).sum()) for a, b in rows]) - 1,
+        "effective_sample_size": 1 / (normal**2).mean(),
+        "max_seq_mult_prob_error": max(error),
+        "mean_seq_mult_prob_error": np.mean(error),
+        "min_seq_mult_prob_error": min(error),
+        "sequences": len(rows),
+        "tokens": len(d),
+    }
+
+
 # ---- tiny models --------------------------------------------------------------------------------------
 
 SIZES = dict(

@@ -1,4 +1,4 @@
-"""Importance weights against the formulas of NeMo RL, written out."""
+"""Importance weights by hand and against NeMo RL, verl, TRL and AReaL, written out."""
 
 import math
 
@@ -8,8 +8,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8lab.corrections import MODES, weights
-from fp8lab.grpo import GRPOConfig, policy_loss
+from fp8lab.corrections import MODES, NEED_A_MINIMUM, SEQUENCE_MODES, TOKEN_MODES, weights
+from fp8lab.grpo import GRPOConfig, policy_loss, token_weights
+from fp8lab.precision import PrecisionPlan
+from fp8lab.rollout import NativeEngine, SamplingParams
+from fp8lab.trainer import Trainer
+
+from . import references
 
 NAN, INF = float("nan"), float("inf")
 G = torch.tensor([[-1.0, -2.0, -0.5, -3.0], [-0.1, -4.0, -1.0, -2.0]])
@@ -31,8 +36,8 @@ def nemo_rl(g, t, mode, low, high):
     return r
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("low, high", [(0.0, 2.0), (0.5, 5.0), (0.7, 1.0)])
+@pytest.mark.parametrize("mode", TOKEN_MODES)
+@pytest.mark.parametrize("low, high", [(0.001, 2.0), (0.5, 5.0), (0.7, 1.0)])
 def test_formulas(mode, low, high):
     c = weights(G, T, MASK, mode=mode, low=low, high=high)
     want = np.array([[nemo_rl(g, t, mode, low, high) for g, t in zip(*r, strict=True)] for r in zip(G, T, strict=True)])
@@ -53,7 +58,7 @@ def test_by_hand():
     t = torch.tensor([[math.log(0.5), 0.0, -1.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     for mode, want in (("none", [1, 1, 1]), ("is", [0.5, 3, 1]), ("tis", [0.5, 2, 1]), ("icepop", [0.5, 0, 1])):
-        assert weights(g, t, mask, mode=mode).weights[0].tolist() == pytest.approx(want)
+        assert weights(g, t, mask, mode=mode, low=0.1).weights[0].tolist() == pytest.approx(want)
     assert weights(g, t, mask, mode="tis", low=0.8, high=4).weights[0].tolist() == pytest.approx([0.8, 3, 1])
     assert weights(g, t, mask, mode="icepop", low=0.8, high=4).weights[0].tolist() == pytest.approx([0, 3, 1])
     assert weights(g, t, mask, mode="icepop", low=0.8, high=4).statistics["oob_tokens"] == 1
@@ -61,7 +66,7 @@ def test_by_hand():
 
 def test_equal_engines_get_ones_under_every_mode():
     for mode in MODES:
-        assert torch.equal(weights(G, G, MASK, mode=mode).weights, MASK.float())
+        assert torch.equal(weights(G, G, MASK, mode=mode, low=0.5).weights, MASK.float())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,15 +75,12 @@ def test_nonfinite_tokens_weigh_zero_and_are_counted(mode):
     bad[0, 0], bad[0, 3], bad[1, 1], bad[1, 2] = -INF, NAN, NAN, INF  # [0, 3] is masked out
     keep = MASK & bad.isfinite()
     for pair in ((bad, T), (T, bad), (bad, bad)):
-        c = weights(*pair, MASK, mode=mode)
+        c = weights(*pair, MASK, mode=mode, low=0.1)
         assert c.statistics["nonfinite_tokens"] == 3 and c.weights.isfinite().all()
         assert not c.weights[~keep].any()
-    clean = weights(G, T, MASK, mode=mode).weights
-    assert torch.equal(weights(bad, T, MASK, mode=mode).weights, torch.where(keep, clean, 0.0))
-    if mode == "tis":
-        assert weights(bad, T, MASK, mode=mode).statistics == weights(G, T, keep, mode=mode).statistics | {
-            "nonfinite_tokens": 3.0
-        }
+    ours, clean = (weights(*a, mode=mode, low=0.1) for a in ((bad, T, MASK), (G, T, keep)))
+    assert torch.equal(ours.weights, clean.weights)  # so they are in no aggregate either
+    assert ours.statistics == clean.statistics | {"nonfinite_tokens": 3.0}
 
 
 def test_exponents_are_clamped_and_counted():
@@ -99,19 +101,117 @@ def test_detached_and_inputs_untouched():
 
 def test_no_tokens():
     for mask in (torch.zeros(2, 4, dtype=torch.bool), torch.zeros(0, 4, dtype=torch.bool)):
-        c = weights(G[: len(mask)], T[: len(mask)], mask, mode="icepop")
-        assert not c.weights.any() and not any(c.statistics.values())
+        for mode in MODES:
+            c = weights(G[: len(mask)], T[: len(mask)], mask, mode=mode, low=0.5)
+            assert not c.weights.any() and not any(c.statistics.values())
 
 
-@pytest.mark.parametrize("low, high", [(-0.1, 2), (3, 2), (NAN, 2), (0, NAN)])
+@pytest.mark.parametrize("low, high", [(-0.1, 2), (3, 2), (NAN, 2), (0, NAN), (0, 0)])
 def test_bad_bounds(low, high):
     with pytest.raises(ValueError, match="0 <= low <= high"):
         weights(G, T, MASK, low=low, high=high)
+    with pytest.raises(ValueError, match="0 <= low <= high"):
+        GRPOConfig(importance_sampling_min=low, importance_sampling_max=high)
+
+
+@pytest.mark.parametrize("mode", NEED_A_MINIMUM)
+def test_a_missing_minimum_is_named(mode):
+    with pytest.raises(ValueError, match=f"'{mode}' needs a lower bound above 0.*importance_sampling_min"):
+        weights(G, T, MASK, mode=mode)
+    with pytest.raises(ValueError, match=mode):
+        GRPOConfig(importance_sampling=mode)
+    config = GRPOConfig(importance_sampling=mode, importance_sampling_min=0.999, importance_sampling_max=1.002)
+    assert config.importance_sampling_min == 0.999
 
 
 def test_bad_mode():
     with pytest.raises(ValueError, match="'trunc'.*none, is, tis, icepop"):
         weights(G, T, MASK, mode="trunc")
+
+
+# ---- whole sequences --------------------------------------------------------------------------------
+
+
+def test_sequences_by_hand():
+    """Ratios (2, 1/2, 8 | masked) with product 8 and geometric mean 2; and (1/2, 1/2) with 1/4 and 1/2."""
+    ratios = torch.tensor([[2, 0.5, 8, 99], [0.5, 0.5, 99, 99]])
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    g = torch.full((2, 4), -1.0)
+
+    def rows(mode, low, high):
+        c = weights(g, g + ratios.log(), mask, mode=mode, low=low, high=high)
+        assert c.statistics["sequences"] == 2 and "oob_tokens" not in c.statistics
+        return [c.weights[0].tolist(), c.weights[1].tolist(), c.statistics["oob_sequences"]]
+
+    def approx(first, second, outside):
+        return [pytest.approx([*first, 0], rel=1e-5), pytest.approx([*second, 0, 0], rel=1e-5), outside]
+
+    assert rows("seq-mask-tis", 0.4, 1.5) == approx([0, 0, 0], [0.5, 0.5], 1)
+    assert rows("seq-mask-tis", 0.6, 2.5) == approx([2, 0.5, 8], [0, 0], 1)  # r itself is not truncated
+    assert rows("sequence-tis", 0.5, 3) == approx([3, 3, 3], [0.5, 0.5], 2)
+    assert rows("sequence-tis", 0, 10) == approx([8, 8, 8], [0.25, 0.25], 0)
+    assert rows("sequence-mask", 0, 3) == approx([0, 0, 0], [0.25, 0.25], 1)
+    assert rows("geometric", 0, 5) == approx([2, 2, 2], [0.5, 0.5], 0)
+    assert rows("geometric", 0, 1.5) == approx([0, 0, 0], [0.5, 0.5], 1)
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+@pytest.mark.parametrize("noise, low, high", [(0.01, 0.999, 1.002), (0.5, 0.8, 1.2), (8.0, 1e-2, 1e2)])
+def test_sequences_against_the_frameworks(mode, noise, low, high):
+    r = torch.Generator().manual_seed(3)
+    g = torch.randn((40, 9), generator=r) - 3
+    t = g + noise * torch.randn(g.shape, generator=r)
+    mask = torch.rand(g.shape, generator=r) < 0.7
+    mask[0, 2] = mask[1, 3] = True
+    g[0, 2], t[1, 3], mask[2] = -INF, NAN, False
+    c = weights(g, t, mask, mode=mode, low=low, high=high)
+    want = references.corrected_weights(g.numpy(), t.numpy(), mask.numpy(), mode, low, high)
+    assert np.allclose(c.weights.numpy(), want, rtol=1e-5) and 0 < (c.weights > 0).sum()
+    assert 0 < c.statistics["oob_sequences"] < c.statistics["sequences"] == 39
+    assert c.statistics["nonfinite_tokens"] == 2
+
+
+def test_sequence_exponents_are_clamped_and_counted():
+    g, t, mask = torch.full((2, 3), -15.0), torch.full((2, 3), -5.0), torch.ones(2, 3, dtype=torch.bool)
+    g[1], t[1] = -60, -1
+    count = {mode: weights(g, t, mask, mode=mode, low=0.1).statistics["clamped_exponents"] for mode in SEQUENCE_MODES}
+    assert count == {"seq-mask-tis": 4, "sequence-tis": 2, "sequence-mask": 2, "geometric": 1}
+    c = weights(g, t, mask, mode="sequence-tis", high=INF)
+    assert c.weights[0].tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+def test_huge_differences_do_not_cancel_to_nan():
+    """float32 would make inf - inf of these."""
+    g, t = torch.tensor([[3e38, -3e38]]), torch.tensor([[-3e38, 3e38]])
+    for mode in SEQUENCE_MODES:
+        assert weights(g, t, g < INF, mode=mode, low=0.5).weights.isfinite().all()
+
+
+def test_rejected_tokens_stay_in_the_denominator():
+    g = torch.zeros(2, 2)
+    t, mask = torch.tensor([[0.0, 0.0], [-9.0, -9.0]]), torch.ones(2, 2, dtype=torch.bool)
+    c = weights(g, t, mask, mode="geometric", low=0.5)
+    loss, _ = policy_loss(t, t, torch.ones(2), GRPOConfig())
+    assert (loss * c.weights * token_weights(mask, "dapo", 2)).sum() == -0.5  # of 4 tokens, not of the 2 left
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_a_training_step_logs_the_fraction_of_sequences_outside(mode):
+    plan, bounds = PrecisionPlan.preset("fp8-rollout"), {"low": 0.999, "high": 1.002}
+    config = GRPOConfig(
+        num_generations=4,
+        importance_sampling=mode,
+        importance_sampling_min=bounds["low"],
+        importance_sampling_max=bounds["high"],
+        micro_batch_size=4,
+    )
+    trainer = Trainer("tiny-llama", plan, config)
+    engine = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer)
+    rollout = engine.generate(["47+38=", "5-9="], SamplingParams(n=4, max_tokens=6), seed=0)
+    c = weights(rollout.logprobs, trainer.score(rollout), rollout.mask, mode=mode, **bounds)
+    metrics = trainer.step(rollout, [1.0, 0, 0, 1, 0, 1, 1, 0])
+    assert metrics["is_oob_ratio"] == c.statistics["oob_sequences"] / 8 > 0
+    assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 # ---- with the loss ----------------------------------------------------------------------------------
@@ -133,7 +233,7 @@ def test_loss_and_gradient_stay_finite(rows, advantages, mode, delta):
     g, old, now, mask = (torch.tensor(column)[None].expand(2, -1) for column in zip(*rows, strict=True))
     g, old, now = g.float(), old.float(), now.float()
     leaf = now.clone().requires_grad_()
-    c = weights(g, old, mask, mode=mode)
+    c = weights(g, old, mask, mode=mode, low=1e-6)
     loss, _ = policy_loss(leaf, old, torch.tensor(advantages), GRPOConfig(delta=delta))
     total = torch.where(mask, loss * c.weights, 0.0).sum()
     total.backward()
