@@ -9,10 +9,9 @@ What is planned: the `nn.Linear` modules of the decoder layers, i.e. the q/k/v/o
 itself (QK^T, softmax, PV), norms, activations and embeddings stay high precision; lm_head rounds its operands to BF16
 and returns float32 logits; a MoE router is never FP8. This is the NeMo RL / DeepSeek-V3 recipe.
 
-Presets: `bf16`, `fp8-rollout` (FP8 sampling, BF16 training), `fp8-e2e` (FP8 on both sides). A module pattern is a
-sequence of name parts that must match whole parts: "mlp.gate" matches `layers.0.mlp.gate`, never
-`layers.0.mlp.gate_proj`; each part may use shell wildcards ("*_proj"); "re:..." is a regular expression for the whole
-name.
+Presets: see `PRESETS`. A module pattern is a sequence of name parts that must match whole parts: "mlp.gate" matches
+`layers.0.mlp.gate`, never `layers.0.mlp.gate_proj`; each part may use shell wildcards ("*_proj"); "re:..." is a regular
+expression for the whole name.
 """
 
 from __future__ import annotations
@@ -86,6 +85,53 @@ BF16_HEAD = dataclasses.replace(BF16_LINEAR, output="float32")
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionPrecision:
+    """Formats of attention and of the KV cache on one side: `e4m3` or `bf16` each. In BF16 they are not rounded at all:
+    float32, as norms and softmax are (see the module's text)."""
+
+    kv_cache: str = "bf16"
+    """Storage of keys and values, after RoPE and q/k-norm."""
+    query: str = "bf16"
+    """Queries, as they enter QK^T."""
+    probabilities: str = "bf16"
+    """Softmax weights as they enter PV; scaled by 256 before they are rounded."""
+    scales: str = "per-layer"
+    """`per-layer`: one calibrated scale each for q, k and v (NeMo RL); `per-token-head`: dynamic, no calibration
+    (vLLM)."""
+    calibration: str = "max"
+    """How per-layer scales are taken from real tokens: `max`, or `nemo_rl`, P99.9 of the maxima of micro-batches."""
+    margin: float = 1.05
+    """Factor on the calibrated amax."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_cache", "query", "probabilities"):
+            _choice(name, getattr(self, name), ("e4m3", "bf16"))
+        _choice("scales", self.scales, ("per-layer", "per-token-head"))
+        _choice("calibration", self.calibration, ("max", "nemo_rl"))
+        if type(self.margin) not in (int, float) or not 1 <= self.margin < float("inf"):
+            raise ValueError(f"margin is {self.margin!r}; it must be a finite number >= 1")
+        if self.kv_cache == "bf16" and (self.query, self.probabilities) != ("bf16", "bf16"):
+            raise ValueError(
+                f"query is {self.query} and probabilities are {self.probabilities} over a bf16 KV cache; FP8 attention "
+                "needs kv_cache='e4m3'"
+            )
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if keys and values are stored in FP8."""
+        return self.kv_cache in FP8
+
+    def __str__(self) -> str:
+        if not self.is_fp8:
+            return "bf16 KV"
+        fp8 = [name for name, fmt in (("q", self.query), ("P", self.probabilities)) if fmt in FP8]
+        return f"e4m3 KV{''.join('+' + name for name in fp8)} {self.scales}"
+
+
+FP8_ATTENTION = AttentionPrecision(kv_cache="e4m3", query="e4m3", probabilities="e4m3")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fallback:
     """Layers of one side that stay in BF16; the fields add up."""
 
@@ -122,14 +168,16 @@ class Fallback:
 
 @dataclass(frozen=True, kw_only=True)
 class SidePlan:
-    """One side: the precision of its planned linears and what falls back to BF16."""
+    """One side: the precision of its planned linears, of its attention, and what falls back to BF16."""
 
     linear: LinearPrecision = BF16_LINEAR
+    attention: AttentionPrecision = field(default_factory=AttentionPrecision)
     fallback: Fallback = field(default_factory=Fallback)
 
     def __str__(self) -> str:
         kept = [f"{k}={v}" for k, v in dataclasses.asdict(self.fallback).items() if v]
-        return str(self.linear) + (f" but bf16 for {', '.join(kept)}" if kept and self.linear.is_fp8 else "")
+        attention = f" + {self.attention}" if self.attention.is_fp8 else ""
+        return f"{self.linear}{attention}" + (f" but bf16 for {', '.join(kept)}" if kept and self.linear.is_fp8 else "")
 
 
 @dataclass(frozen=True)
@@ -151,13 +199,18 @@ class PrecisionPlan:
     trainer: SidePlan = field(default_factory=SidePlan)
 
     @classmethod
-    def preset(cls, name: str, *, rule: str = "default") -> PrecisionPlan:
-        """`bf16`, `fp8-rollout` or `fp8-e2e`, with the given scale rule; ValueError otherwise."""
+    def preset(cls, name: str, *, rule: str | None = None) -> PrecisionPlan:
+        """The plan called `name` in `PRESETS`, with another scale rule if given; ValueError for any other name."""
         if name not in PRESETS:
             raise ValueError(f"precision plan is {name!r}; allowed: {', '.join(PRESETS)}")
-        fp8, bf16 = SidePlan(linear=LinearPrecision(rule=rule)), SidePlan()
-        rollout, trainer = (fp8 if use else bf16 for use in PRESETS[name])
-        return cls(name=name, rollout=rollout, trainer=trainer)
+
+        def side(plan: SidePlan) -> SidePlan:
+            if rule is None or not plan.linear.is_fp8:
+                return plan
+            return dataclasses.replace(plan, linear=dataclasses.replace(plan.linear, rule=rule))
+
+        rollout, trainer, _ = PRESETS[name]
+        return cls(name=name, rollout=side(rollout), trainer=side(trainer))
 
     def side(self, side: Side) -> SidePlan:
         """The SidePlan of `rollout` or `trainer`."""
@@ -235,7 +288,8 @@ class PrecisionPlan:
     def same_on_both_sides(self) -> bool:
         """True if both sides round the same forward operands of the same layers in the same way."""
         a, b = (dataclasses.replace(side.linear, gradient="bf16") for side in (self.rollout, self.trainer))
-        return a == b and (self.rollout.fallback == self.trainer.fallback or not a.is_fp8)
+        attention = self.rollout.attention == self.trainer.attention
+        return a == b and attention and (self.rollout.fallback == self.trainer.fallback or not a.is_fp8)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, for JSON and YAML."""
@@ -256,7 +310,7 @@ class PrecisionPlan:
             return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
         def side(values: dict[str, Any]) -> SidePlan:
-            nested = {"linear": LinearPrecision, "fallback": Fallback}
+            nested = {"linear": LinearPrecision, "attention": AttentionPrecision, "fallback": Fallback}
             return build(SidePlan, {k: build(nested[k], v) if k in nested else v for k, v in values.items()})
 
         return build(cls, {k: side(v) if k in SIDES else v for k, v in data.items()})
@@ -265,8 +319,27 @@ class PrecisionPlan:
         return f"PrecisionPlan({self.name}: rollout {self.rollout}; trainer {self.trainer})"
 
 
-PRESETS: dict[str, tuple[bool, bool]] = {"bf16": (False, False), "fp8-rollout": (True, False), "fp8-e2e": (True, True)}
-"""Preset name -> (FP8 on the rollout side, FP8 on the trainer side)."""
+def _presets() -> dict[str, tuple[SidePlan, SidePlan, str]]:
+    bf16, fp8 = SidePlan(), SidePlan(linear=LinearPrecision())
+    kv = dataclasses.replace(fp8, attention=FP8_ATTENTION)
+    pow2 = SidePlan(linear=LinearPrecision(rule="pow2"))
+    mx = SidePlan(
+        linear=LinearPrecision(rule="pow2", weight_block=(1, 32), group=32),
+        fallback=Fallback(modules=("*.[qkvo]_proj",)),
+    )
+    return {
+        "bf16": (bf16, bf16, "no FP8"),
+        "fp8-rollout": (fp8, bf16, "FP8 sampling, BF16 training"),
+        "fp8-e2e": (fp8, fp8, "FP8 linears on both sides: NeMo RL's end-to-end recipe"),
+        "fp8-rollout-kv": (kv, bf16, "FP8 linears, KV cache and attention in the rollout: NeMo RL's only KV recipe"),
+        "fp8-e2e-kv": (kv, fp8, "FP8 linears on both sides, FP8 KV cache in the rollout; nobody ships this recipe"),
+        "fp8-pow2": (pow2, pow2, "as fp8-e2e with power-of-two scales, Transformer Engine's and DeepGEMM's default"),
+        "mxfp8-rollout": (mx, bf16, "1x32 blocks with power-of-two scales in the rollout's MLPs (Blackwell)"),
+    }
+
+
+PRESETS = _presets()
+"""Preset name -> (rollout side, trainer side, a sentence)."""
 
 
 def matches(pattern: str, name: str) -> bool:
