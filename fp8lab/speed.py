@@ -104,7 +104,7 @@ PARAMETERS = {
         0.6655, "of GPU memory for weights and KV", "calibrated: 249,952 KV tokens for BF16 Qwen3-8B (NeMo RL PR 1212)"
     ),
     "decode_fixed": Parameter(
-        1.28e-4,
+        1.37e-4,
         "s per layer and decode step",
         "calibrated: +30 % rollout from FP8 KV over FP8 linears (NeMo RL PR 1212)",
     ),
