@@ -1,0 +1,103 @@
+"""Checkers of the notebooks' exercises, one function each, with hints.
+
+A checker never raises on a wrong answer, because a notebook must run to its end before its reader has solved anything:
+it returns a `lessons.Verdict` that says what is wrong and, without giving the answer away, where to look. A checker
+computes what it judges; it does not compare with a stored answer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fp8lab.formats import E4M3, get_format
+from fp8lab.quantizers import BlockQuantizer, quantization_error
+from fp8lab.ui.lessons import Verdict
+
+
+def check_code(code: Any, value: float, fmt: str) -> Verdict:
+    """01: `code` is the integer whose bits mean `value`."""
+    form = get_format(fmt)
+    if type(code) is not int or not 0 <= code <= 255:
+        return Verdict(False, f"{code!r} is no code; give an integer from 0 to 255 such as 0x38")
+    found = float(form.values()[code])
+    if found == value:
+        return Verdict(True, f"0x{code:02x} is {value} in {fmt.upper()}.")
+    if found == -value:
+        return Verdict(False, f"0x{code:02x} is {found}: the size is right, look at the sign bit")
+    exponent = math.frexp(value)[1] - 1
+    if math.isfinite(found) and found > 0 and math.frexp(found)[1] - 1 == exponent:
+        return Verdict(False, f"0x{code:02x} is {found:g}: the exponent is right; {value} = 2^{exponent} x (1 + ?/8)")
+    return Verdict(False, f"0x{code:02x} is {found:g}; start with the power of two just below {value}")
+
+
+def check_bad_number(x: Any) -> Verdict:
+    """01: rounding x to E4M3 is off by more than 30 % without reaching zero."""
+    if not isinstance(x, int | float) or not math.isfinite(x) or x == 0:
+        return Verdict(False, f"{x!r} is not a finite number other than zero")
+    rounded = float(E4M3.round(torch.tensor([float(x)]))[0])
+    error = abs(rounded - x) / abs(x)
+    if rounded == 0:
+        return Verdict(False, f"{x:g} becomes zero; go a little up again")
+    if error > 0.3:
+        where = "beyond 448, where everything is clamped" if abs(x) > E4M3.max else "among the subnormal numbers"
+        return Verdict(True, f"{x:g} becomes {rounded:g}, off by {error:.0%}: {where}.")
+    return Verdict(False, f"{x:g} becomes {rounded:g}, off by {error:.1%}; look at the two cliffs of the error curve")
+
+
+def check_multiplier(x: torch.Tensor, multiplier: Any) -> Verdict:
+    """01: round(x * multiplier) / multiplier in E4M3 loses no element to zero and clamps none."""
+    if not isinstance(multiplier, int | float) or not 0 < multiplier < math.inf:
+        return Verdict(False, f"{multiplier!r} is no positive number")
+    scaled = x * multiplier
+    zeros = int((E4M3.round(scaled) == 0).sum())
+    clamped = int((scaled.abs() > E4M3.max).sum())
+    if clamped:
+        return Verdict(False, f"{clamped} of {len(x)} elements are clamped; the largest becomes {scaled.max():g}")
+    if zeros:
+        room = E4M3.max / float(scaled.max())
+        return Verdict(False, f"{zeros} of {len(x)} elements become zero, and there is room for {room:.3g} times more")
+    back = E4M3.round(scaled) / multiplier
+    worst = ((back - x) / x).abs().max()
+    return Verdict(True, f"nothing is lost; the worst element is off by {worst:.1%}.")
+
+
+def check_block(x: torch.Tensor, block: Any, least_db: float, most_bytes: int) -> Verdict:
+    """02: a block shape that reaches `least_db` within `most_bytes` bytes of codes and scales."""
+    try:
+        quantized = BlockQuantizer(block=block).quantize(x)
+    except ValueError as error:
+        return Verdict(False, str(error))
+    found = quantization_error(x, quantized)["sqnr_db"]
+    if quantized.nbytes > most_bytes:
+        return Verdict(
+            False, f"{quantized.nbytes} bytes, {most_bytes} allowed: too many scales, so make the blocks larger"
+        )
+    if found < least_db:
+        hint = "the outliers sit in a few columns; a block that spans few columns keeps them to themselves"
+        return Verdict(False, f"{found:.2f} dB, {least_db} asked for; {hint}")
+    return Verdict(True, f"{found:.2f} dB in {quantized.nbytes} bytes.")
+
+
+def check_columns(x: torch.Tensor, channels: torch.Tensor, block: Any, most_error: float) -> Verdict:
+    """02: a block of at most 128 elements under which ordinary channels (channels == 1) are off by at most
+    `most_error` on average."""
+    try:
+        values = BlockQuantizer(block=block).quantize(x).dequantize()
+    except ValueError as error:
+        return Verdict(False, str(error))
+    rows, cols = (size if b == -1 else b for b, size in zip(block, x.shape, strict=True))
+    if rows * cols > 128:
+        return Verdict(False, f"a block of {rows} x {cols} has {rows * cols} elements; at most 128 are allowed")
+    quiet = channels == 1
+    found = float(((values - x) / x).abs()[:, quiet].mean())
+    if found > most_error:
+        hint = (
+            "each row block still mixes ordinary and outlier columns" if cols > 1 else "share a scale among more rows"
+        )
+        return Verdict(False, f"ordinary channels are off by {found:.2%}, {most_error:.2%} allowed: {hint}")
+    return Verdict(
+        True, f"ordinary channels are off by {found:.2%}: a column block never sees another column's outlier."
+    )
