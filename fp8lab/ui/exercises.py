@@ -101,3 +101,39 @@ def check_columns(x: torch.Tensor, channels: torch.Tensor, block: Any, most_erro
     return Verdict(
         True, f"ordinary channels are off by {found:.2%}: a column block never sees another column's outlier."
     )
+
+
+def check_double_quantization(x: torch.Tensor, g: torch.Tensor, cost_db: Any) -> Verdict:
+    """03: dB that grad_weight loses if x was quantized along K first and along tokens after that."""
+    row = BlockQuantizer((1, 128))
+    exact = g.t() @ x
+    g_t = row.fake_quantize(g.t().contiguous())
+    once = g_t @ row.fake_quantize(x.t().contiguous()).t()
+    twice = g_t @ row.fake_quantize(row.fake_quantize(x).t().contiguous()).t()
+    db = [quantization_error(exact, value)["sqnr_db"] for value in (once, twice)]
+    lost = db[0] - db[1]
+    if not isinstance(cost_db, int | float):
+        return Verdict(False, f"{cost_db!r} is no number of decibels")
+    if abs(cost_db - lost) <= 0.1:
+        return Verdict(True, f"{db[0]:.1f} dB become {db[1]:.1f} dB: {lost:.1f} dB for one kernel saved.")
+    if abs(cost_db + lost) <= 0.1:
+        return Verdict(False, "the size is right; a cost is positive")
+    return Verdict(False, f"{cost_db:g} dB is not it; compare SQNR of both grad_weights with the exact g.t() @ x")
+
+
+def check_operands(linear: torch.nn.Linear, x: torch.Tensor, precision: Any, least_db: float) -> Verdict:
+    """03: a LinearPrecision whose forward reaches `least_db` with at most one operand in BF16."""
+    from fp8lab.linear import Float8Linear
+    from fp8lab.precision import LinearPrecision
+
+    if not isinstance(precision, LinearPrecision):
+        return Verdict(False, f"{type(precision).__name__} is no LinearPrecision")
+    with torch.no_grad():
+        found = quantization_error(x @ linear.weight.t(), Float8Linear.from_linear(linear, precision)(x))["sqnr_db"]
+    high = [name for name in ("weight", "activation") if getattr(precision, name) == "bf16"]
+    if found < least_db:
+        hint = "both operands add their error; take the larger one away" if not high else "the other operand is worse"
+        return Verdict(False, f"{found:.1f} dB, {least_db} asked for: {hint}")
+    if len(high) == 2:
+        return Verdict(False, f"{found:.1f} dB, but with nothing in FP8; one operand in BF16 is enough")
+    return Verdict(True, f"{found:.1f} dB with the {high[0]} in BF16.")

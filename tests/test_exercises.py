@@ -1,0 +1,124 @@
+"""Every exercise's solution is accepted, its starting point is not, and wrong answers get a hint, never an exception.
+
+Solutions are taken from notebooks/solutions, tensors from the notebooks' own cells.
+"""
+
+import runpy
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from fp8lab.precision import LinearPrecision
+from fp8lab.ui import exercises
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def solution(name):
+    return runpy.run_path(str(ROOT / "notebooks" / "solutions" / f"{name}.py"))
+
+
+def cells(name, *ids):
+    """What these cells of a notebook define."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    found = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
+    space = {}
+    exec("from fp8lab.ui import lessons; lessons.start = lambda: ''; import fp8lab.ui.plots as _p", space)
+    for each in ids:
+        exec(found[each], space)
+    return space
+
+
+def test_01():
+    answer = solution("01_numbers")
+    assert exercises.check_code(answer["code"], 0.4375, "e4m3").ok
+    assert exercises.check_bad_number(answer["number"]).ok and exercises.check_bad_number(0.0014).ok
+    gradient = torch.tensor([3e-7, 2e-6, 1.5e-5, 4e-4])
+    assert exercises.check_multiplier(gradient, answer["multiplier"]).ok
+    for wrong, hint in (
+        (exercises.check_code(answer["code"] | 0x80, 0.4375, "e4m3"), "sign bit"),
+        (exercises.check_code(answer["code"] + 1, 0.4375, "e4m3"), "exponent is right"),
+        (exercises.check_code(0, 0.4375, "e4m3"), "power of two"),
+        (exercises.check_code("0x38", 0.4375, "e4m3"), "integer"),
+        (exercises.check_bad_number(1.0), "cliffs"),
+        (exercises.check_bad_number(1e-5), "becomes zero"),
+        (exercises.check_bad_number(0), "zero"),
+        (exercises.check_multiplier(gradient, 1.0), "become zero"),
+        (exercises.check_multiplier(gradient, 1e9), "clamped"),
+        (exercises.check_multiplier(gradient, -1), "positive"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_02():
+    answer = solution("02_block_quantization")
+    space = cells("02_block_quantization", "setup", "data")
+    activation, channels = space["activation"], space["channels"]
+    wild = torch.where(channels > 1, activation * 1000, activation)
+    allowed = {"least_db": 36.0, "most_bytes": 545_000}
+    assert exercises.check_block(activation, answer["activation_block"], **allowed).ok
+    assert exercises.check_columns(wild, channels, answer["column_block"], most_error=0.025).ok
+    for wrong, hint in (
+        (exercises.check_block(activation, (-1, -1), **allowed), "outliers"),
+        (exercises.check_block(activation, (1, 8), **allowed), "too many scales"),
+        (exercises.check_block(activation, "1x128", **allowed), "block is"),
+        (exercises.check_columns(wild, channels, (1, 128), 0.025), "mixes"),
+        (exercises.check_columns(wild, channels, (256, 1), 0.025), "at most 128"),
+        (exercises.check_columns(wild, channels, (0, 1), 0.025), "block is"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_03():
+    answer = solution("03_fp8_linear")
+    space = cells("03_fp8_linear", "setup", "data")
+    x, g = space["x"], space["g"]
+    linear = torch.nn.Linear(space["K"], space["N"], bias=False)
+    linear.weight.data.copy_(space["w"])
+    cost = answer["cost_db"](x, g)
+    assert cost > 0.5 and exercises.check_double_quantization(x, g, round(cost, 1)).ok
+    assert exercises.check_operands(linear, x, answer["precision"], 31.0).ok
+    for wrong, hint in (
+        (exercises.check_double_quantization(x, g, 0.0), "SQNR"),
+        (exercises.check_double_quantization(x, g, -cost), "positive"),
+        (exercises.check_double_quantization(x, g, None), "number"),
+        (exercises.check_operands(linear, x, LinearPrecision(), 31.0), "both operands"),
+        (exercises.check_operands(linear, x, LinearPrecision(weight="bf16", activation="bf16"), 31.0), "enough"),
+        (exercises.check_operands(linear, x, "bf16", 31.0), "LinearPrecision"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+@pytest.mark.parametrize("code", range(256))
+def test_bits_describe_every_code(code):
+    from fp8lab.formats import E4M3, E5M2
+    from fp8lab.ui.bits import BitExplorer, describe
+
+    for fmt in (E4M3, E5M2):
+        value = float(fmt.values()[code])
+        text = describe(code, fmt)
+        assert f"{value:.10g}".lstrip("-") in text
+    if code % 51 == 0:
+        explorer = BitExplorer(code)
+        assert explorer.code == code
+        explorer.format.value = "e5m2"
+        assert explorer.code == code and (
+            explorer.value == value or value != value or explorer.value == E5M2.values()[code]
+        )
+
+
+def test_explorer_stays_within_a_byte_and_its_sign():
+    from fp8lab.ui.bits import BitExplorer
+
+    explorer = BitExplorer(0x7F)
+    explorer.up.click()
+    assert explorer.code == 0x7F
+    explorer.set(0x80)
+    explorer.down.click()
+    assert explorer.code == 0x80, "minus zero has no smaller magnitude"
+    explorer.up.click()
+    assert explorer.code == 0x81 and explorer.value < 0
+    with pytest.raises(ValueError, match="eight bits"):
+        explorer.set(256)
