@@ -1,0 +1,129 @@
+"""SpeedPanel: sliders over the step-time model: where does an RL step's time go, and when does FP8 pay?
+
+Everything shown is computed by `fp8lab.speed` as the sliders move. It is a model of GPUs; nothing is measured here.
+Without live figures (see `panels.static_reason`) call `figure_now()` after moving a slider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import ipywidgets as widgets
+import pandas as pd
+import plotly.graph_objects as go
+
+from fp8lab import speed
+from fp8lab.precision import PrecisionPlan
+from fp8lab.ui.panels import static_reason
+from fp8lab.ui.plots import CONFIG, TEXT, finish
+
+PHASES = {"rollout": "#2f7fd0", "score": "#7fb2e5", "train": "#d55e00", "refit": "#8a8a8a", "calibrate": "#0a8f6a"}
+PLANS = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-rollout-kv", "fp8-e2e-kv")
+
+
+def step_time_bars(times: Mapping[str, Mapping[str, float]], *, title: str = "Where a step's time goes") -> go.Figure:
+    """Stacked bars of a step's phases, one bar a plan; the first plan is the base of the gains written behind."""
+    figure = go.Figure()
+    base = sum(next(iter(times.values()), {}).values())
+    for phase, color in PHASES.items():
+        figure.add_bar(
+            y=list(times),
+            x=[phases[phase] for phases in times.values()],
+            name=phase,
+            orientation="h",
+            marker={"color": color},
+            hovertemplate=f"%{{y}}<br>{phase}: %{{x:.1f}} s<extra></extra>",
+        )
+    for name, phases in times.items():
+        whole = sum(phases.values())
+        text = f" {whole:.1f} s" + (f", {base / whole - 1:+.0%} throughput" if whole != base else "")
+        figure.add_annotation(y=name, x=whole, text=text, showarrow=False, xanchor="left", font={"color": TEXT})
+    longest = max((sum(phases.values()) for phases in times.values()), default=1.0)
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title_text="seconds per RL step", range=[0, 1.35 * longest])
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return finish(figure, title, "a model of GPUs, calibrated on two published figures; not measured by us", height=340)
+
+
+class SpeedPanel:
+    """Show it by ending a cell with it. shapes: name -> `speed.ModelShape`, the models to choose from."""
+
+    def __init__(self, shapes: Mapping[str, speed.ModelShape], *, plans: Sequence[str] = PLANS) -> None:
+        self.shapes, self.plans = dict(shapes), tuple(plans)
+        wide = {"layout": {"width": "430px"}, "style": {"description_width": "150px"}}
+        self.model = widgets.Dropdown(options=list(self.shapes), description="model", **wide)
+        self.gpu = widgets.Dropdown(options=list(speed.GPUS), value="H100", description="GPU", **wide)
+        self.gpus = widgets.SelectionSlider(options=[1, 2, 4, 8, 16, 32, 64], value=8, description="GPUs", **wide)
+        self.prompts = widgets.SelectionSlider(
+            options=[1, 2, 4, 8, 16, 32, 64, 128, 256], value=32, description="prompts a step", **wide
+        )
+        self.response = widgets.SelectionSlider(
+            options=[50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000], value=4000, description="answer, tokens", **wide
+        )
+        self.last = widgets.IntSlider(value=0, min=0, max=8, description="last layers BF16", **wide)
+        self.price = widgets.FloatText(value=3.0, step=0.5, description="price of a GPU-hour", **wide)
+        self.controls = (self.model, self.gpu, self.gpus, self.prompts, self.response, self.last, self.price)
+        self.note = widgets.HTML()
+        self.times: dict[str, dict[str, float]] = {}
+        self._compute()
+        self.figure = self.figure_now()
+        if static_reason() is None:
+            self.figure = go.FigureWidget(self.figure)
+            self.figure._config = CONFIG
+        for control in self.controls:
+            control.observe(lambda change: self._show(), names="value")
+        live = [self.figure] if isinstance(self.figure, widgets.Widget) else []
+        self.view = widgets.VBox([*self.controls, self.note, *live])
+
+    @property
+    def work(self) -> speed.Workload:
+        """The workload of the sliders."""
+        return speed.Workload(prompts=self.prompts.value, response_tokens=self.response.value, gpus=self.gpus.value)
+
+    def table(self) -> pd.DataFrame:
+        """What is shown: seconds by phase, throughput against the first plan, cost of 1,000 steps."""
+        if not self.times:
+            return pd.DataFrame()
+        base = sum(next(iter(self.times.values())).values())
+        rows = {}
+        for name, phases in self.times.items():
+            whole = sum(phases.values())
+            cost = speed.cost(whole, 1000, speed.GPUS[self.gpu.value], self.gpus.value, price=self.price.value)
+            rows[name] = {**phases, "step": whole, "throughput": base / whole - 1, **cost}
+        return pd.DataFrame.from_dict(rows, orient="index")
+
+    def _plan(self, name: str) -> PrecisionPlan:
+        plan = PrecisionPlan.preset(name)
+        kept = min(self.last.value, self.shapes[self.model.value].layers)
+        return plan.with_bf16(last=kept) if kept and name != "bf16" else plan
+
+    def figure_now(self) -> go.Figure:
+        """A new figure of what the sliders say."""
+        return step_time_bars(self.times)
+
+    def _show(self) -> None:
+        self._compute()
+        new = self.figure_now()
+        with self.figure.batch_update():
+            for trace, fresh in zip(self.figure.data, new.data, strict=True):
+                trace.x, trace.y = fresh.x, fresh.y
+            self.figure.layout.annotations = new.layout.annotations
+            self.figure.layout.xaxis.range = new.layout.xaxis.range
+
+    def _compute(self) -> None:
+        shape, gpu = self.shapes[self.model.value], speed.GPUS[self.gpu.value]
+        self.times, lines = {}, []
+        for name in self.plans:
+            try:
+                self.times[name] = speed.step(shape, self._plan(name), gpu, self.work)
+            except ValueError as error:
+                lines.append(f"<b>{name}</b>: {error}")
+        for name, row in self.table().iterrows():
+            cost = f"{row.gpu_hours:,.0f} GPU-hours, {row.kwh:,.0f} kWh, {row.price:,.0f} at your price"
+            lines.append(f"<b>{name}</b>, 1,000 steps: {cost}")
+        self.note.value = "<small>" + "<br>".join(lines) + "</small>"
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.view)

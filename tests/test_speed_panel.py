@@ -1,0 +1,48 @@
+"""Every slider of the speed panel over its range: the figure shows what the model says."""
+
+import pytest
+
+from fp8lab import speed
+from fp8lab.precision import PrecisionPlan
+from fp8lab.ui.speed_panel import SpeedPanel
+from tests.test_speed import LLAMA_8B, QWEN3_30B
+
+
+@pytest.fixture(scope="module")
+def panel():
+    shapes = {"llama": LLAMA_8B, "moe": QWEN3_30B}
+    return SpeedPanel({name: speed.ModelShape.from_config(config) for name, config in shapes.items()})
+
+
+def shown(panel):
+    return {plan: sum(trace.x[i] for trace in panel.figure.data) for i, plan in enumerate(panel.figure.data[0].y)}
+
+
+def test_every_control_over_its_range(panel):
+    for control in panel.controls:
+        options = getattr(control, "options", None) or [0, 2, 8]
+        before = control.value
+        for value in options:
+            control.value = value
+            expected = {plan: sum(phases.values()) for plan, phases in panel.times.items()}
+            assert shown(panel) == pytest.approx(expected)
+            assert len(panel.figure.layout.annotations) == len(panel.times)
+        control.value = before
+
+
+def test_shows_the_models_own_numbers(panel):
+    panel.model.value = "llama"
+    expected = speed.step(panel.shapes["llama"], PrecisionPlan.preset("fp8-e2e"), speed.GPUS["H100"], panel.work)
+    assert panel.times["fp8-e2e"] == expected
+    table = panel.table()
+    assert table.loc["bf16", "throughput"] == 0 and table.loc["fp8-e2e", "throughput"] > 0.1
+    assert "GPU-hours" in panel.note.value
+
+
+def test_says_why_a_plan_is_missing(panel):
+    panel.gpu.value = "A100"
+    assert "A100 has no FP8 tensor cores" in panel.note.value and list(panel.times) == ["bf16"]
+    panel.model.value = "moe"
+    assert panel.times == {} and "raise tensor_parallel" in panel.note.value
+    panel.model.value, panel.gpu.value = "llama", "H100"
+    assert len(panel.times) == 5
