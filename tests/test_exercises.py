@@ -122,3 +122,24 @@ def test_explorer_stays_within_a_byte_and_its_sign():
     assert explorer.code == 0x81 and explorer.value < 0
     with pytest.raises(ValueError, match="eight bits"):
         explorer.set(256)
+
+
+def test_07():
+    answer = solution("07_importance_sampling")
+    icepop = {"mode": "icepop", "low": 0.5, "high": 5.0}
+    assert exercises.check_band(*answer["band"]).ok and exercises.check_band("product", 0.2466, 4.055).ok
+    assert exercises.check_translation("verl", answer["verl"], **icepop).ok
+    assert exercises.check_one_token(answer["x"]).ok
+    for wrong, hint in (
+        (exercises.check_band("product", 0.5, 2.0), "be wider"),
+        (exercises.check_band("geometric", 0.5, 2.0), "be narrower"),
+        (exercises.check_band("token", 0.5, 2.0), "choose"),
+        (exercises.check_band("product", 2.0, 0.5), "low < high"),
+        (exercises.check_translation("verl", {"rollout_is": "token", "rollout_is_threshold": 2.0}, **icepop), "reject"),
+        (exercises.check_translation("verl", {"rollout_iss": 1}, **icepop), "rollout_iss"),
+        (exercises.check_translation("verl", None, **icepop), ""),
+        (exercises.check_one_token(1.0), "still 100%"),
+        (exercises.check_one_token(1000.0), "already"),
+        (exercises.check_one_token(-1), "positive"),
+    ):
+        assert not wrong.ok and hint in wrong.message

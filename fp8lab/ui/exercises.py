@@ -137,3 +137,53 @@ def check_operands(linear: torch.nn.Linear, x: torch.Tensor, precision: Any, lea
     if len(high) == 2:
         return Verdict(False, f"{found:.1f} dB, but with nothing in FP8; one operand in BF16 is enough")
     return Verdict(True, f"{found:.1f} dB with the {high[0]} in BF16.")
+
+
+def check_band(aggregate: Any, low: Any, high: Any) -> Verdict:
+    """07: a band for answers of 500 tokens with 3 % scatter that keeps 95 % and rejects a drift of 10 % per token."""
+    if aggregate not in ("product", "geometric"):
+        return Verdict(False, f"the aggregate is {aggregate!r}; choose 'product' or 'geometric'")
+    if not all(isinstance(v, int | float) for v in (low, high)) or not 0 < low < high:
+        return Verdict(False, f"the band is {low!r} to {high!r}; it needs 0 < low < high")
+    d = 0.03 * torch.randn(4000, 500, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    total = d.sum(1) if aggregate == "product" else d.mean(1)
+    kept = float(((total.exp() >= low) & (total.exp() <= high)).double().mean())
+    drift = math.log(1.1) * (500 if aggregate == "product" else 1)
+    caught = all(not math.log(low) <= sign * drift <= math.log(high) for sign in (1, -1))
+    if kept < 0.95:
+        spread = float(total.std())
+        return Verdict(
+            False, f"{kept:.0%} of healthy answers are kept; their log ratio scatters by {spread:.2g}, be wider"
+        )
+    if not caught:
+        return Verdict(
+            False, f"an answer that drifts by 10 % per token has log ratio {drift:.2g} and passes; be narrower"
+        )
+    return Verdict(True, f"{kept:.0%} of healthy answers are kept, the drifting one is caught.")
+
+
+def check_translation(framework: str, settings: Any, *, mode: str, low: float, high: float) -> Verdict:
+    """07: settings of a framework whose weights are those of our mode and bounds."""
+    from fp8lab import translator
+
+    try:
+        found = translator.read(framework, settings)
+    except (ValueError, TypeError, AttributeError) as error:
+        return Verdict(False, str(error))
+    if (found.mode, found.low, found.high) == (mode, low, high):
+        return Verdict(True, f"{framework} with {settings} weighs tokens as {mode} with {low} and {high} does.")
+    hint = "a pair of bounds, written 'low_high', means reject" if found.mode == "tis" else "look at the bounds"
+    return Verdict(False, f"that is {found.mode} with {found.low:g} and {found.high:g}: {hint}")
+
+
+def check_one_token(x: Any) -> Verdict:
+    """07: the ratio x of one token among 1,000 ones at which ESS falls below a half."""
+    if not isinstance(x, int | float) or x <= 0:
+        return Verdict(False, f"{x!r} is no positive ratio")
+    share = (1000 + x) ** 2 / (1000 + x**2) / 1001
+    low = (1000 + 0.9 * x) ** 2 / (1000 + (0.9 * x) ** 2) / 1001
+    if share < 0.5 <= low:
+        return Verdict(True, f"at {x:g} one token of 1,001 leaves an effective share of {share:.0%}.")
+    if share >= 0.5:
+        return Verdict(False, f"at {x:g} the share is still {share:.0%}; ESS is (sum w)^2 / (sum w^2)")
+    return Verdict(False, f"at {x:g} the share is {share:.0%} already, and at nine tenths of it below a half too")

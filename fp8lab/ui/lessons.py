@@ -17,7 +17,8 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import Code
 
-from fp8lab.precision import LAYER_LISTS, PrecisionPlan
+from fp8lab.names import LAYER_LISTS
+from fp8lab.precision import PrecisionPlan
 
 
 def fast() -> bool:
