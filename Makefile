@@ -4,7 +4,7 @@
 PYTHON ?= python3
 FP8LAB := $(PYTHON) -m fp8lab
 
-.PHONY: help lab test evidence vllm lint format resolve clean
+.PHONY: help lab test evidence vllm test-vllm lint format resolve clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ evidence:  ## the many-seed studies behind the shipped results (long)
 
 vllm:  ## .venv-vllm: this package beside the real vLLM engine, on CPUs (Linux)
 	$(FP8LAB) vllm
+
+test-vllm:  ## the tests that run the real vLLM engine, in .venv-vllm
+	$(FP8LAB) test-vllm $(ARGS)
 
 lint:  ## ruff: rules and format
 	$(FP8LAB) lint

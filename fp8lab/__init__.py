@@ -30,7 +30,7 @@ _HOME = {
     "load_task": "tasks",
 }
 _MODULES = ("conversion", "corrections", "diagnostics", "experiment", "formats", "grpo", "linear", "precision")
-_MODULES += ("quantizers", "rollout", "runlog", "tasks", "trainer")
+_MODULES += ("quantizers", "rollout", "runlog", "tasks", "trainer", "alarms", "attribution", "diagnosis", "frontier")
 __all__ = ["__version__", *_HOME]
 
 

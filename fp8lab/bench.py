@@ -4,8 +4,9 @@
 
 A laptop's clock is not steady and other programs run, so absolute times mean little. Each round times every candidate
 once, in turn; what is reported is the median over rounds of each candidate's *ratio to the baseline of the same
-round*, with the quartiles, next to the best time. First calls (which compile) are timed apart. Everything here is
-emulation: no figure says anything about the speed of FP8 hardware.
+round*, with the quartiles, next to the best time. First calls (which compile) are timed apart. Goals that the project
+set itself are listed with what was measured, met or missed. Everything here is emulation: no figure says anything about
+the speed of FP8 hardware.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp8lab.formats import E4M3
 from fp8lab.linear import Float8Linear
-from fp8lab.precision import BF16_LINEAR, LinearPrecision
-from fp8lab.quantizers import BlockQuantizer
+from fp8lab.operands import BF16_LINEAR, LinearPrecision
+from fp8lab.quantizers import BlockQuantizer, quantization_error
 
 
 def paired(
@@ -45,33 +47,49 @@ def paired(
     return rows
 
 
+def goal(what: str, measured: float, limit: float) -> dict[str, Any]:
+    """One goal: `measured` is to be at most `limit`."""
+    return {"goal": what, "limit": limit, "measured": measured, "met": measured <= limit}
+
+
+def eager_fake_quantize(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """What one writes in plain torch for a matrix of whole, finite blocks: torch's own cast to FP8 and back."""
+    tiles = x.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    amax = tiles.abs().amax(dim=(1, 3), keepdim=True)
+    scale = torch.where(amax == 0, 1.0, amax / E4M3.max)
+    codes = (tiles / scale).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    return (codes.float() * scale).view_as(x)
+
+
 def bench_quantize(size: int = 4096, rounds: int = 9) -> dict[str, Any]:
     """ns per element of fake quantization of a size x size float32 matrix, against a copy of it.
 
-    `eager torch` is our reference in plain torch operations; `torchao emulation` is torchao's CPU reference for 1x128
-    activations, where torchao is installed.
+    Both write to memory that is there already. `eager torch` is `eager_fake_quantize`; `torchao emulation` is torchao's
+    CPU reference for 1x128 activations, where torchao can be imported.
     """
+    from fp8lab.kernels import times_compiled
+
     x = torch.randn((size, size), generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(x)
+    quantizers = {f"{block[0]}x{block[1]}": BlockQuantizer(block) for block in ((1, 128), (128, 128))}
     candidates: dict[str, Callable[[], Any]] = {"copy": lambda: out.copy_(x)}
-    for block in ((1, 128), (128, 128)):
-        quantizer = BlockQuantizer(block)
-        name = f"{block[0]}x{block[1]}"
-        candidates[f"fp8lab {name}"] = lambda q=quantizer: q.fake_quantize(x, out=out)
-        candidates[f"fp8lab {name}, codes"] = lambda q=quantizer: q.quantize(x)
-        candidates[f"eager torch {name}"] = lambda q=quantizer: q.reference(x)
-    torchao = _torchao()
+    for name, q in quantizers.items():
+        candidates[f"fp8lab {name}"] = lambda q=q: q.fake_quantize(x, out=out)
+    for name, q in quantizers.items():
+        candidates[f"fp8lab {name}, codes"] = lambda q=q: q.quantize(x)
+        candidates[f"eager torch {name}"] = lambda q=q: eager_fake_quantize(x, q.block)
+    torchao, why_not = _torchao()
     if torchao is not None:
         candidates["torchao emulation 1x128"] = lambda: torchao(x)
+    before = times_compiled()
     rows = paired(candidates, "copy", rounds=rounds, per=x.numel())
-    missing = [] if torchao is not None else ["torchao is not installed: its emulation was not measured"]
-    return {
-        "bench": "quantize",
-        "shape": [size, size],
-        "unit": "ns/element",
-        "baseline": "copy",
-        "rows": rows,
-    } | _machine(missing)
+    compiled = times_compiled() - before
+    ours = {row["name"]: row for row in rows if row["name"].startswith("fp8lab")}
+    goals = [goal(f"fp8lab {name}, times a copy", ours[f"fp8lab {name}"]["ratio"], 1.5) for name in quantizers]
+    goals.append(goal("longest first call of a kernel, s", max(row["first_call_s"] for row in ours.values()), 3.0))
+    result = {"bench": "quantize", "shape": [size, size], "unit": "ns/element", "baseline": "copy", "rows": rows}
+    result |= {"goals": goals, "kernels_compiled": compiled}
+    return result | _machine([f"torchao's emulation was not measured: {why_not}"] if torchao is None else [])
 
 
 def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) -> dict[str, Any]:
@@ -100,8 +118,37 @@ def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) ->
     forward_rows = paired(candidates, "float32 nn.Linear, forward", rounds=rounds)
     candidates = {f"{name}, forward + backward": lambda a=a: both(a) for name, a in layers.items()}
     backward_rows = paired(candidates, "float32 nn.Linear, forward + backward", rounds=rounds)
+    ratio = {row["name"]: row["ratio"] for row in forward_rows + backward_rows}
+    goals = [goal("FP8 forward, cached weight, times float32", ratio["fp8lab FP8, forward"], 1.15)]
+    goals.append(goal("FP8 forward + backward, times float32", ratio["fp8lab FP8, forward + backward"], 1.4))
     result = {"bench": "linear", "shape": [m, k, n], "unit": "ns", "baseline": "float32 nn.Linear"}
-    return result | {"rows": forward_rows + backward_rows} | _machine([])
+    return result | {"rows": forward_rows + backward_rows, "goals": goals, "sqnr_db": gemm_sqnr()} | _machine([])
+
+
+def gemm_sqnr(m: int = 512, k: int = 1024, n: int = 768) -> dict[str, float]:
+    """SQNR in dB of FP8 operands, alone and multiplied, against float64 products of the unrounded ones.
+
+    Operands as in training: tokens with a few outlier channels, weights of standard deviation 0.02, heavy-tailed
+    gradients. The three GEMMs are those of a Float8Linear with float32 output.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(shape, generator=generator) for shape in ((m, k), (n, k), (m, n)))
+    x *= torch.randn(k, generator=generator).exp()
+    w *= 0.02
+    g *= torch.randn((m, n), generator=generator).exp() * 1e-4
+    linear = torch.nn.Linear(k, n, bias=False)
+    linear.weight.data.copy_(w)
+    layer = Float8Linear.from_linear(linear, LinearPrecision(output="float32", weight_source="fp32"))
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(g)
+    exact = {"output": x.double() @ w.double().t(), "grad_input": g.double() @ w.double()}
+    exact["grad_weight"] = g.double().t() @ x.double()
+    found = {"output": y, "grad_input": x.grad, "grad_weight": layer.weight.grad}
+    decibels = {"weights 128x128": quantization_error(w, layer.quantized.values)["sqnr_db"]}
+    for name, operand in (("activations 1x128", x), ("gradients 1x128", g)):
+        decibels[name] = quantization_error(operand, BlockQuantizer().fake_quantize(operand))["sqnr_db"]
+    return decibels | {name: quantization_error(exact[name], found[name].double())["sqnr_db"] for name in exact}
 
 
 BENCHES = {"quantize": bench_quantize, "linear": bench_linear}
@@ -119,6 +166,13 @@ def as_text(result: dict[str, Any]) -> str:
         lines.append(
             f"{row['name']:38s}{row['best_ns']:14.4g}{row['ratio']:8.2f}  {spread:13s}{row['first_call_s']:8.2f} s"
         )
+    for met in result["goals"]:
+        verdict = "met" if met["met"] else "missed"
+        lines.append(f"goal {verdict}: {met['goal']}: {met['measured']:.2f}, at most {met['limit']:g}")
+    if "kernels_compiled" in result:
+        lines.append(f"kernels compiled in this run: {result['kernels_compiled']} (0: all came from the cache)")
+    if "sqnr_db" in result:
+        lines.append("SQNR in dB: " + ", ".join(f"{name} {value:.1f}" for name, value in result["sqnr_db"].items()))
     return "\n".join([*lines, *result["not_measured"]])
 
 
@@ -134,9 +188,10 @@ def _machine(not_measured: list[str]) -> dict[str, Any]:
     }
 
 
-def _torchao() -> Callable[[torch.Tensor], Any] | None:
+def _torchao() -> tuple[Callable[[torch.Tensor], Any] | None, str]:
+    """torchao's reference, or None and why not; its module needs the package triton, also on a CPU."""
     try:
         from torchao.prototype.blockwise_fp8_training.kernels import torch_blockwise_scale_act_quant_lhs
-    except ImportError:
-        return None
-    return torch_blockwise_scale_act_quant_lhs
+    except ImportError as error:
+        return None, str(error)
+    return torch_blockwise_scale_act_quant_lhs, ""

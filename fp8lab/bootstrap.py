@@ -267,6 +267,15 @@ def vllm(arguments):
     return 0
 
 
+def test_vllm(arguments):
+    """Run the tests that need vLLM, in .venv-vllm (Linux)."""
+    vllm([])
+    # vLLM and the trainer take turns in one process; with more threads they wait for each other on busy cores.
+    one_thread = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [python_of(ROOT / ".venv-vllm"), "-m", "pytest", "-m", "vllm", "tests/vllm", *arguments]
+    return call(command, env=one_thread)
+
+
 def lint(arguments):
     """ruff: rules and format; changes nothing, or with --fix whatever it can."""
     ruff = [ensure(".venv"), "-m", "ruff"]
@@ -291,7 +300,7 @@ def clean(arguments):
     return 0
 
 
-COMMANDS = {do.__name__: do for do in (lab, test, evidence, vllm, lint, clean)}
+COMMANDS = {do.__name__.replace("_", "-"): do for do in (lab, test, evidence, vllm, test_vllm, lint, clean)}
 
 
 def main(argv):

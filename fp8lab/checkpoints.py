@@ -10,7 +10,8 @@ lose nothing, norms, embeddings and biases of float32 masters are rounded (`dtyp
 Compressed-tensors' FP8_BLOCK (LLM Compressor) has other names, `weight_scale` and `config_groups`; it is only read.
 
 Not in the format: the scale rule of activations (engines choose: VLLM_USE_DEEP_GEMM_E8M0), gradients, the other side.
-Fused experts are no planned linears and stay BF16. vLLM joins q/k/v and gate/up: FP8 or BF16 together, rows in
+Fused experts are stored one by one, `experts.{e}.gate_proj.weight`, as DeepSeek's and Qwen's are; families that store
+them otherwise (Mixtral) keep them in BF16 or are refused. vLLM joins q/k/v and gate/up: FP8 or BF16 together, rows in
 multiples of 128. transformers (5.19, 5.24) takes rows / ceil(rows / 128) for the block and misreads `ragged` linears: a
 dimension above 128 that is no multiple of it. Exporting them warns. Without a GPU it dequantizes, with accelerate.
 
@@ -35,9 +36,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fp8lab.experts import projections, quantize_experts
 from fp8lab.linear import quantize_weight
 from fp8lab.models import named_weights, quiet
-from fp8lab.precision import Fallback, LinearPrecision, PrecisionPlan, Side, SidePlan, layer_index, linear_modules
+from fp8lab.names import expert_tensors, layer_index, linear_modules
+from fp8lab.precision import Fallback, LinearPrecision, PrecisionPlan, Side, SidePlan
 from fp8lab.quantizers import QuantizedTensor
 
 MARKER = "fp8lab.json"
@@ -53,7 +56,7 @@ class Exported:
 
     folder: Path
     fp8: tuple[str, ...] = field(repr=False)
-    """Modules whose weights are FP8."""
+    """Linears and fused expert tensors that are FP8."""
     kept: tuple[str, ...] = field(repr=False)
     """modules_to_not_convert: linears, routers and fused experts in high precision."""
     ragged: tuple[str, ...]
@@ -97,6 +100,7 @@ def export_fp8(
     plan.side(side)  # ValueError for an unknown side
     fp8 = {d.name: d.precision for d in plan.coverage(model) if d.side == side and d.precision.is_fp8}
     _require_expressible(fp8)
+    _require_single_experts(model, set(fp8))
     kept, ragged = _kept_and_ragged(model, set(fp8))
     if ragged:
         found = f"{len(ragged)} FP8 linears have a dimension above 128 that is no multiple of 128, first {ragged[0]}"
@@ -173,29 +177,62 @@ def _require_expressible(fp8: dict[str, LinearPrecision]) -> None:
             raise ValueError(f"{name} has {wrong}; a `quant_method: fp8` checkpoint allows {EXPRESSIBLE}, or all BF16")
 
 
+def _require_single_experts(model: nn.Module, fp8: set[str]) -> None:
+    """ValueError if fused experts are FP8 in part, or this family's checkpoints do not hold experts one by one."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    steps = get_checkpoint_conversion_mapping(model.config.model_type) or []
+    stored = tuple(pattern for step in steps for pattern in step.source_patterns)
+    for name, module, _ in expert_tensors(model):
+        parent, _, tensor = name.rpartition(".")
+        partly = {f"{parent}.{key}" in fp8 for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
+        if len(partly) == 2:
+            raise ValueError(f"{parent} is FP8 in part; a `quant_method: fp8` checkpoint has all of it in FP8, or none")
+        single = all(any(s.endswith(f"experts.*.{part}.weight") for s in stored) for part in projections(tensor))
+        if name in fp8 and not single:
+            found = f"{parent} is FP8, and {model.config.model_type} checkpoints do not store experts as"
+            fix = f"plan.with_bf16(modules=['{'.'.join(parent.split('.')[-2:])}']) keeps them in BF16"
+            raise ValueError(f"{found} experts.0.{projections(tensor)[0]}.weight; {fix}")
+
+
 def _stored_tensors(model: nn.Module, fp8: dict[str, LinearPrecision], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The state dict to save; tied tensors stay one tensor, so that save_pretrained drops the duplicate."""
     tensors, shared = {}, {}
+    experts = {name for name, _, _ in expert_tensors(model)}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in named_weights(model).items():
         module = name.removesuffix(".weight")
         if module in fp8:
-            packed = quantize_weight(tensor, fp8[module]).packed
+            parent, _, key = name.rpartition(".")
+            fused = name in experts
+            packed = (
+                quantize_experts(key, tensor, fp8[name]) if fused else quantize_weight(tensor, fp8[module])
+            ).packed
             if packed.nonfinite:
                 raise ValueError(f"{name} holds {packed.nonfinite} NaN or infinite elements; nothing was written")
-            tensors[name] = packed.codes.view(torch.float8_e4m3fn)
-            tensors[f"{module}.weight_scale_inv"] = packed.scale
+            for stem, index in _matrices(parent, key, packed.codes.shape[0]) if fused else [(module, ...)]:
+                tensors[f"{stem}.weight"] = packed.codes[index].view(torch.float8_e4m3fn)
+                tensors[f"{stem}.weight_scale_inv"] = packed.scale[index]
         else:
             place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
             tensors[name] = shared.setdefault(place, tensor.to(dtype if name in parameters else tensor.dtype))
     return tensors
 
 
+def _matrices(parent: str, tensor: str, experts: int) -> list[tuple[str, tuple[int, int]]]:
+    """(name in a checkpoint, place in the codes of quantize_experts) of every matrix of a fused expert tensor."""
+    return [(f"{parent}.{e}.{part}", (e, i)) for e in range(experts) for i, part in enumerate(projections(tensor))]
+
+
 def _kept_and_ragged(model: nn.Module, fp8: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Modules with a matrix (or fused experts) of their own that is not FP8, save embeddings; and `Exported.ragged`."""
-    modules = ((name, m) for name, m in model.named_modules() if name not in fp8 and not isinstance(m, nn.Embedding))
+    experts = {name: parameter for name, _, parameter in expert_tensors(model) if name in fp8}
+    whole = {name.rpartition(".")[0] for name in experts} | fp8
+    modules = ((name, m) for name, m in model.named_modules() if name not in whole and not isinstance(m, nn.Embedding))
     kept = tuple(name for name, m in modules if any(p.ndim >= 2 for p in m.parameters(recurse=False)))
     shapes = {name: linear.weight.shape for name, linear in linear_modules(model) if name in fp8}
+    for name, p in experts.items():
+        shapes[name] = (p.shape[1] // len(projections(name.rpartition(".")[2])), p.shape[2])
     return kept, tuple(name for name, shape in shapes.items() if any(d > 128 and d % 128 for d in shape))
 
 
@@ -295,6 +332,8 @@ def _fallback(model: nn.Module, fp8: set[str]) -> Fallback:
     """The decoder layers that hold no FP8 linear, and the other linears that are not FP8."""
     everything = PrecisionPlan(rollout=SidePlan(linear=LinearPrecision()))
     names = [d.name for d in everything.coverage(model) if d.precision.is_fp8]
+    experts = (name.rsplit(".", 1) for name, _, _ in expert_tensors(model))  # in the checkpoint one matrix an expert
+    fp8 = fp8 | {f"{a}.{b}" for a, b in experts if f"{a}.0.{b.replace('gate_up', 'gate')}" in fp8}
     some = {layer_index(name) for name in names if name in fp8}
     modules = tuple(name for name in names if name not in fp8 and layer_index(name) in some)
     return Fallback(layers=tuple(sorted({layer_index(name) for name in names} - some)), modules=modules)

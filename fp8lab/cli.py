@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fp8lab import cli_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,18 +36,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8lab",
         description="FP8 reinforcement learning of language models, on a laptop.",
-        epilog="Set-up commands (also in a bare checkout): lab, test, evidence, vllm, lint, clean.",
+        epilog="Set-up commands (also in a bare checkout): lab, test, evidence, vllm, test-vllm, lint, clean.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, function, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+    def add(name: str, function, text: str, group=commands) -> argparse.ArgumentParser:
+        command = group.add_parser(name, help=text, description=text)
         command.set_defaults(command=function)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         return command
 
     add("doctor", _doctor, "Versions, devices, and which FP8 backends work here and why not.")
-    command = add("recipes", _recipes, "List the recipes.")
+    command = add("recipes", _recipes, "List the recipes, and which of them run on this machine.")
+    command = add("check", _check, "Can a GPU run this recipe, and why not? Said from the config, before weights load.")
+    command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
+    command.add_argument("--hardware", help="GPU, for example H100 (default: the recipe's)")
+    command.add_argument("--gpus", type=int, help="how many (default: the recipe's)")
+    command.add_argument("--rollout", choices=["native", "vllm"], help="rollout engine (default: the recipe's)")
+    show = commands.add_parser("recipe", help="Look at one recipe.", description="Look at one recipe.")
+    command = add(
+        "show",
+        _recipe_show,
+        "One recipe: what it says, its plan, its model in formats, bytes and FLOPs.",
+        show.add_subparsers(required=True, metavar="COMMAND"),
+    )
+    command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
     command = add("run", _run, "Run a recipe.")
     command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
     command.add_argument("--steps", type=int, help="training steps (default: the recipe's)")
@@ -58,11 +74,47 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run directories (default: runs)"
     )
+    command = add("export", _export, "Write a recipe as settings of NeMo RL, verl or TRL.")
+    command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
+    command.add_argument("--to", choices=["nemo_rl", "verl", "trl"], required=True, help="the framework")
+    command.add_argument("--out", type=Path, help="file to write, must be new (default: standard output)")
+    command = add("diagnose", _diagnose, "Is the gap between the engines a bug or just FP8, and which layers make it?")
+    command.add_argument("model", help="smollm2-135m, a .gguf file, a folder, a model of data/, or a hub name")
+    command.add_argument("--plan", default="fp8-rollout", help="a plan preset (default: fp8-rollout)")
+    command.add_argument("--text", type=Path, help="score this text (default: sampled answers to sums)")
+    command.add_argument("--out", type=Path, required=True, help="folder for report.json, layers.csv and report.md")
+    command.add_argument("--tokens", type=int, default=2048, help="tokens to look at (default 2048)")
+    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    cli_sweep.register(add)
     command = add("bench", _bench, "Time quantizers or a linear layer against what one would compare them with.")
     command.add_argument("what", choices=["quantize", "linear", "all"])
     command.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    import torch
+    from tqdm import tqdm
+
+    from fp8lab.diagnosis import PARTS, diagnose_model
+    from fp8lab.precision import PrecisionPlan
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    plan = PrecisionPlan.preset(arguments.plan)
+    text = None if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+    with tqdm(total=PARTS, unit="part", file=sys.stderr) as bar:
+
+        def on_progress(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        found = diagnose_model(arguments.model, plan, text, tokens=arguments.tokens, on_progress=on_progress)
+    paths = found.write(arguments.out)
+    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found.as_markdown())
+    print("\n".join(map(str, paths)), file=sys.stderr)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -102,14 +154,62 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _recipes(arguments: argparse.Namespace) -> int:
-    from fp8lab.recipes import recipe_data, recipe_names
+    from fp8lab.recipes import recipe_data, recipe_names, runs_here
 
-    abouts = {name: recipe_data(name)["about"] for name in recipe_names()}
+    found = {name: recipe_data(name) for name in recipe_names()}
+    rows = [{"name": name, "runs": runs_here(data), "about": data["about"]} for name, data in found.items()]
     if arguments.json:
-        print(json.dumps(abouts, indent=1))
+        print(json.dumps({row["name"]: row for row in rows}, indent=1))
     else:
-        for name, about in abouts.items():
-            print(f"{name:14s}{about}")
+        print(_table(sorted(rows, key=lambda row: row["runs"] != "runs here")))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from fp8lab.interop import export
+
+    result = export(arguments.recipe, arguments.to)
+    as_json = json.dumps({"settings": result.settings, "notes": result.notes}, indent=1)
+    text = as_json + "\n" if arguments.json else result.yaml()
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    with arguments.out.open("x", encoding="utf-8") as file:
+        file.write(text)
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from fp8lab.preflight import as_text, check_recipe
+    from fp8lab.recipes import recipe_data
+
+    asked = {key: getattr(arguments, key) for key in ("hardware", "gpus", "rollout")}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    problems = check_recipe(recipe_data(arguments.recipe), environment=dict(os.environ), **changes)
+    print(json.dumps([dataclasses.asdict(p) for p in problems], indent=1) if arguments.json else as_text(problems))
+    return int(any(problem.severity == "error" for problem in problems))
+
+
+def _recipe_show(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from fp8lab.coverage import as_text, rows
+    from fp8lab.preflight import recipe_model
+    from fp8lab.recipes import experiment_of, recipe_data
+
+    data = recipe_data(arguments.recipe)
+    plan, model = experiment_of(data).plan, recipe_model(data)
+    if arguments.json:
+        tensors = [] if model is None else [dataclasses.asdict(row) for row in rows(plan, model)]
+        print(json.dumps({**data, "plan": plan.to_dict(), "tensors": tensors}, indent=1))
+        return 0
+    carried = data.pop("carried", None)
+    print(yaml.safe_dump(data, sort_keys=False, width=120))
+    if carried:
+        print(yaml.safe_dump({"carried, not run": carried}, sort_keys=False, width=120))
+    print(repr(plan) if model is None else as_text(plan, model))
     return 0
 
 

@@ -1,11 +1,13 @@
 """Apply one side of a PrecisionPlan to a transformers model, in place, and take it back.
 
-    convert(model, plan, side="trainer")     every nn.Linear becomes a Float8Linear that shares its parameters
-    restore(model)                           and an nn.Linear again
+    convert(model, plan, side="trainer")     every nn.Linear becomes a Float8Linear that shares its parameters; fused
+                                             experts run through experts.py, attention through attention.py
+    restore(model)                           and everything is what it was before
 
 Parameters keep their identity, so an optimizer made before stays valid, and so do state dict keys, `save_pretrained`
-and tied embeddings. Converting twice, or with another plan, simply applies the latest plan. Modules that are no
-nn.Linear are left alone, among them the fused expert tensors of MoE models, which `Conversion.untouched` names.
+and tied embeddings. Converting twice, or with another plan, simply applies the latest plan. The adapters of a peft
+model (lora_A, lora_B) stay plain float32 linears, whether it is converted before or after `get_peft_model`; the layers
+they adapt follow the plan. `Conversion.untouched` names every matrix of the decoder layers that nothing rounds.
 """
 
 from __future__ import annotations
@@ -16,25 +18,40 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fp8lab import backends
+from fp8lab.attention import set_attention
+from fp8lab.experts import attach, detach, unsupported
 from fp8lab.linear import Float8Linear, refresh
-from fp8lab.precision import Decision, PrecisionPlan, Side, linear_modules, num_decoder_layers
-
-BACKENDS = ("auto", "emulated")
+from fp8lab.names import (
+    expert_tensors,
+    layer_index,
+    linear_modules,
+    module_names,
+    no_linears,
+    num_decoder_layers,
+    planned_names,
+)
+from fp8lab.operands import AttentionPrecision
+from fp8lab.precision import Decision, PrecisionPlan, Side
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` did: the decision for each linear, and the weights it left in float32."""
+    """What `convert` did: the decision for each linear and fused expert tensor, and the weights it left in float32."""
 
     side: Side
     backend: str
+    """What runs the linears: `emulated`, `scaled_mm` or `transformer_engine`. Fused experts are always emulated."""
+    backend_reason: str
+    """Why that one, and with `auto` why no faster one."""
     decisions: tuple[Decision, ...]
     untouched: tuple[str, ...]
-    """Parameters of decoder layers with two or more dimensions that belong to no linear: fused experts, for example."""
+    """Parameters of decoder layers with two or more dimensions that nothing rounds: routers and adapters, for
+    example."""
 
     @property
     def fp8(self) -> tuple[str, ...]:
-        """Names of the linears that run in FP8."""
+        """Names of the linears and fused expert tensors that run in FP8."""
         return tuple(d.name for d in self.decisions if d.precision.is_fp8)
 
     def __repr__(self) -> str:
@@ -49,34 +66,50 @@ def convert(
 ) -> Conversion:
     """Put one side of `plan` on `model`, in place; see the module's text.
 
-    Raises ValueError for an unknown backend, a model that is not float32 (master weights must be), one without decoder
-    layers, or one whose decoder layers hold no nn.Linear (GPT-2's Conv1D).
+    backend: see backends.py; `auto` picks, and the Conversion says what and why.
+
+    Raises, with the model as it was, RuntimeError for a backend that this machine cannot run, and ValueError for an
+    unknown one or one that refuses a layer, a model that is not float32 (master weights must be), one without decoder
+    layers or whose decoder layers hold no nn.Linear (GPT-2's Conv1D), and for experts or attention that are planned in
+    FP8 but built in a way that is not emulated.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    layers = num_decoder_layers(model)
-    linears = list(linear_modules(model))
-    plan.require_fit([name for name, _ in linears], layers)
-    decisions = tuple(plan.decide(name, side, layers) for name, _ in linears)
-    if not any(d.precision.output == "bf16" for d in decisions):
-        kinds = sorted({type(m).__name__ for m in model.modules() if "Conv1D" in type(m).__name__})
-        raise ValueError(
-            f"{type(model).__name__} has no nn.Linear in its decoder layers{f' (found {kinds[0]})' if kinds else ''}; "
-            "fp8lab quantizes nn.Linear: use a Llama-, Qwen-, Mistral- or Gemma-like model"
-        )
-    wrong = {m.weight.dtype for _, m in linears} - {torch.float32}
+    layers, names = num_decoder_layers(model), planned_names(model)
+    plan.require_fit(module_names(model), layers)
+    if all(layer_index(name) is None for name in names):
+        raise ValueError(no_linears(model))
+    decisions = {name: plan.decide(name, side, layers) for name in names}
+    linears, experts = dict(linear_modules(model)), _emulated_experts(model, decisions)
+    planned = {name: model.get_parameter(f"{name}.weight" if name in linears else name) for name in names}
+    wrong = {parameter.dtype for parameter in planned.values()} - {torch.float32}
     if wrong:
         raise ValueError(
             f"weights have dtype {wrong.pop()}; master weights must be float32: load the model with dtype=torch.float32"
         )
-    for decision, (name, linear) in zip(decisions, linears, strict=True):
-        _replace(model, name, Float8Linear.from_linear(linear, decision.precision, kernels))
+    of_linears = [decisions[name] for name in linears]
+    runner, reason = backends.choose(backend, of_linears, list(linears.values()), side, kernels)
+    new = {d.name: runner.layer(d.precision).from_linear(linears[d.name], d.precision, kernels) for d in of_linears}
+    set_attention(model, plan.side(side).attention)
+    for name, layer in new.items():
+        _replace(model, name, layer)
+    for name, module in experts.items():
+        attach(module, name.rpartition(".")[2], decisions[name].precision, kernels)
     refresh(model)
-    return Conversion(side, "emulated", decisions, tuple(_untouched(model)))
+    rounded = {id(planned[name]) for name in (*linears, *experts)}
+    matrices = ((n, p) for n, p in model.named_parameters() if p.ndim >= 2 and layer_index(n) is not None)
+    return Conversion(
+        side=side,
+        backend=runner.name,
+        backend_reason=reason,
+        decisions=tuple(decisions[name] for name in (*linears, *experts)),
+        untouched=tuple(name for name, parameter in matrices if id(parameter) not in rounded),
+    )
 
 
 def restore(model: nn.Module) -> None:
-    """Turn every Float8Linear back into an nn.Linear with the same parameters, in place."""
+    """Turn every Float8Linear back into an nn.Linear with the same parameters, in place; experts and attention too."""
+    set_attention(model, AttentionPrecision())
+    for _, module, _ in list(expert_tensors(model)):
+        detach(module)
     for name, layer in list(linear_modules(model)):
         if isinstance(layer, Float8Linear):
             plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -85,11 +118,21 @@ def restore(model: nn.Module) -> None:
             _replace(model, name, plain)
 
 
+def _emulated_experts(model: nn.Module, decisions: dict[str, Decision]) -> dict[str, nn.Module]:
+    """Fused expert tensor -> experts module, where that can be emulated; ValueError if another is planned in FP8."""
+    found = {}
+    for name, module, _ in expert_tensors(model):
+        reason = unsupported(module)
+        if reason is None:
+            found[name] = module
+        elif decisions[name].precision.is_fp8:
+            raise ValueError(
+                f"{name} is planned in FP8, but {reason}; fp8lab emulates experts that are stored as (experts, "
+                "out, in), without biases. Keep these in high precision: plan.with_bf16(modules=['mlp.experts'])"
+            )
+    return found
+
+
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
-
-
-def _untouched(model: nn.Module) -> list[str]:
-    linear_weights = {f"{name}.weight" for name, _ in linear_modules(model)}
-    return [n for n, p in model.named_parameters() if p.ndim >= 2 and ".layers." in n and n not in linear_weights]

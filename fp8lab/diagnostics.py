@@ -6,18 +6,26 @@ masked-in tokens with finite log-probs; the others are counted. Names and formul
 (nemo_rl/algorithms/loss/loss_functions.py and its docs/guides/grpo.md), so a number here can be held against a number
 on a cluster. exp() of anything is taken with the exponent clamped to +-20.
 
-verl's set, per-sequence errors, histograms and healthy bands are in `sequence_metrics.py`. Left out: attribution to
-layers.
+verl's set, per-sequence errors, histograms and healthy bands are in `sequence_metrics.py`, attribution to layers in
+`attribution.py`, faults that show over a run in `alarms.py`.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fp8lab.linear import float8_layers
+from fp8lab.linear import QuantizedWeight, float8_layers
+from fp8lab.operands import LinearPrecision
+
+if TYPE_CHECKING:
+    from fp8lab.rollout.engine import Rollout
+    from fp8lab.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,24 @@ def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mas
     )
 
 
+def gap_parts(trainer: Trainer, rollout: Rollout) -> dict[str, float]:
+    """How much of the gap to a rollout is the engine's and how much the precision's: mean |.| in nats of both parts of
+
+        t - g = (t - s) + (s - g)       s: scored by the trainer's kernels, but rounded as the rollout side does
+
+    `engine_gap` is s - g: equal weights and formats, another engine. `precision_gap` is t - s: equal kernels, other
+    formats; 0 where the sides round alike. trainer: at the weights of the rollout; it is left as it is.
+    """
+    from fp8lab.attribution import shared_copy
+    from fp8lab.conversion import convert
+
+    rounded = copy.copy(trainer)
+    rounded.model = shared_copy(trainer.model)
+    convert(rounded.model, trainer.plan, side="rollout")
+    s, t, g = (x[rollout.mask] for x in (rounded.score(rollout), trainer.score(rollout), rollout.logprobs))
+    return {"engine_gap": (s - g).abs().mean().item(), "precision_gap": (t - s).abs().mean().item()}
+
+
 def clamped_exp(x: torch.Tensor) -> torch.Tensor:
     """exp(x) with the exponent clamped to +-20."""
     return x.clamp(-20, 20).exp()
@@ -90,12 +116,28 @@ def k3(x: torch.Tensor) -> torch.Tensor:
     return clamped_exp(x) - x - 1
 
 
+class HeldWeight(NamedTuple):
+    """A weight as an engine of another kind multiplies with it; the names of linear.QuantizedCopy."""
+
+    precision: LinearPrecision
+    quantized: QuantizedWeight
+
+
 def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict[str, str]:
     """Layers whose weight the two sides do not hold as the same bytes, with the reason; empty means proven equal.
 
     Compares the FP8 codes and scales (or BF16 values) each side multiplies with, and every other weight in float32.
     """
-    ours, theirs = dict(float8_layers(trainer_model)), dict(float8_layers(rollout_model))
+    return differing_weights(*((dict(float8_layers(m)), m.state_dict()) for m in (trainer_model, rollout_model)))
+
+
+def differing_weights(
+    trainer: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    rollout: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+) -> dict[str, str]:
+    """`differing_layers` of what each side holds: its planned layers by name (anything with `precision` and
+    `quantized`) and its weights by name, of which those of planned layers do not count."""
+    (ours, a_state), (theirs, b_state) = trainer, rollout
     found = {name: "only on one side" for name in [*ours, *theirs] if (name in ours) != (name in theirs)}
     for name in (name for name in ours if name in theirs):
         a, b = ours[name].quantized, theirs[name].quantized
@@ -109,14 +151,37 @@ def differing_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict
             found[name] = f"{(a.packed.codes != b.packed.codes).sum()} codes or their scales differ"
         elif not _same_bits(a.values, b.values):
             found[name] = f"{(a.values != b.values).sum()} values differ"
-    planned = {f"{name}.weight" for name in ours}
-    a_state, b_state = trainer_model.state_dict(), rollout_model.state_dict()
+    planned = {f"{name}.weight" for name in ours} | set(ours)  # a fused expert tensor is its own weight
     for name in (name for name in {**a_state, **b_state} if name not in planned):
         if name not in a_state or name not in b_state:
             found[name] = "only on one side"
         elif not _same_bits(a_state[name], b_state[name]):
             found[name] = "float32 weights differ"
     return found
+
+
+def stale_layers(trainer_model: nn.Module, rollout_model: nn.Module) -> dict[str, str]:
+    """Layers where the rollout holds other bytes than the trainer's *own master weights* give in the rollout's formats,
+    with the reason; empty means the last refit is proven complete.
+
+    `differing_layers` compares what the sides multiply with, so it also names every layer that the plan treats
+    differently. Here only the weights matter: a BF16 trainer beside an FP8 rollout is fine if its masters, quantized
+    now, give the rollout's bytes.
+    """
+    theirs = dict(float8_layers(rollout_model))
+    ours = dict(float8_layers(trainer_model))
+    fresh = {name: _quantized_as(ours[name], theirs[name].precision) if name in theirs else ours[name] for name in ours}
+    return differing_weights((fresh, trainer_model.state_dict()), (theirs, rollout_model.state_dict()))
+
+
+def _quantized_as(layer: Any, precision: LinearPrecision) -> HeldWeight:
+    """A layer's master weight in another precision; the layer's own copy is left alone."""
+    own = layer.precision
+    layer.precision = precision
+    try:
+        return HeldWeight(precision, layer.quantize())
+    finally:
+        layer.precision = own
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@
         rewards = task.reward(...)                  a program says what was right
         metrics = trainer.step(rollout, rewards)    learn under the trainer side's precision
         engine.refit(trainer)                       new weights, quantized anew
+        engine.calibrate(rollout)                   new scales of q, k and v, if the plan has FP8 attention
 
 Every random number comes from a generator seeded by (seed, purpose, step), so there is no random state to save: a run
 that was killed continues as if nothing had happened. Data order, sampling noise and evaluation prompts are the same for
@@ -17,20 +18,27 @@ import dataclasses
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8lab.attention import attention_of
+from fp8lab.attention_scales import OPERANDS, AttentionScales
+from fp8lab.checks import require_choice, require_types
+from fp8lab.diagnostics import gap_parts
 from fp8lab.grpo import GRPOConfig
+from fp8lab.linear import KERNELS
 from fp8lab.precision import PrecisionPlan
-from fp8lab.rollout import NativeEngine, SamplingParams
+from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
+from fp8lab.rollout.vllm import VLLMEngine
 from fp8lab.runlog import RunLog
 from fp8lab.tasks import Task, load_task, prompt_batch
 from fp8lab.trainer import Trainer
 
 Callback = Callable[[dict[str, Any]], None]
+RECALIBRATE = ("every-step", "rollout", "never", "ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,13 @@ class ExperimentConfig:
     temperature: float = 1.0
     rollout_kernels: str = "default"
     """`other`: the rollout engine adds in another order than the trainer, as two real engines do."""
+    engine: str = "native"
+    """Or `vllm`, where it is installed (rollout/vllm.py): with kernels of its own whatever rollout_kernels says, and
+    metrics that include `engine_gap` and `precision_gap`."""
+    recalibrate: str = "every-step"
+    """When FP8 attention gets new per-layer scales: `every-step`, from a forward over the step's tokens after the
+    refit; `rollout`, from what the rollout's own attention saw: free, and one update old. Ablations: `never` after the
+    first, and `ones`, scale 1.0 throughout."""
     seed: int = 0
     eval_every: int = 10
     """Steps between evaluations on validation prompts; there is one before the first step and one after the last."""
@@ -65,13 +80,23 @@ class ExperimentConfig:
     """FP8 rollouts without importance sampling are refused unless this says it is meant (an ablation)."""
 
     def __post_init__(self) -> None:
+        require_types(self)
+        require_choice("rollout_kernels", self.rollout_kernels, KERNELS)
+        require_choice("engine", self.engine, ("native", "vllm"))
         counts = ("steps", "prompts_per_step", "max_completion_length", "eval_every", "eval_prompts", "eval_samples")
         for name in (*counts, "checkpoint_every"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be an integer >= 1")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; RL needs a temperature > 0 (greedy never explores)")
-        if self.plan.rollout.linear.is_fp8 and self.grpo.importance_sampling == "none":
+        require_choice("recalibrate", self.recalibrate, RECALIBRATE)
+        rollout, trainer = self.plan.rollout.attention, self.plan.trainer.attention
+        if trainer.is_fp8 and trainer.scales == "per-layer" and not self.calibrates:
+            raise ValueError(
+                "the trainer's attention is FP8 with per-layer scales, which are calibrated for the rollout side, but "
+                f"that has {rollout}; give both sides the same attention"
+            )
+        if (self.plan.rollout.linear.is_fp8 or rollout.is_fp8) and self.grpo.importance_sampling == "none":
             if not self.allow_uncorrected_fp8_rollout:
                 raise ValueError(
                     "FP8 rollout with importance_sampling='none' learns from samples of another policy as if they were "
@@ -79,18 +104,26 @@ class ExperimentConfig:
                 )
             warnings.warn("FP8 rollout without importance sampling: the gradient is biased (ablation)", stacklevel=3)
 
+    @property
+    def calibrates(self) -> bool:
+        """True if the plan's rollout side needs per-layer scales of q, k and v."""
+        attention = self.plan.rollout.attention
+        return attention.is_fp8 and attention.scales == "per-layer"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and scalars, for JSON and YAML."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ExperimentConfig:
-        """The config `to_dict` wrote. `plan` may also be a preset name. ValueError names unknown keys."""
-        data = dict(data)
-        for kind, values in ((cls, data), (GRPOConfig, data.get("grpo", {}))):
+        """The config `to_dict` wrote. `plan` may be a preset name. ValueError names unknown keys, wrong types."""
+        for kind, values in ((cls, data), (GRPOConfig, data.get("grpo", {}) if isinstance(data, Mapping) else {})):
             known = {f.name for f in dataclasses.fields(kind)}
-            if unknown := sorted(set(values) - known):
+            if not isinstance(values, Mapping):
+                raise ValueError(f"{kind.__name__} is {values!r}; give a mapping with keys {', '.join(sorted(known))}")
+            if unknown := sorted(map(str, set(values) - known)):
                 raise ValueError(f"unknown keys {unknown} for {kind.__name__}; allowed: {', '.join(sorted(known))}")
+        data = dict(data)
         plan = data.pop("plan", "bf16")
         data["plan"] = PrecisionPlan.preset(plan) if isinstance(plan, str) else PrecisionPlan.from_dict(plan)
         data["grpo"] = GRPOConfig(**data.get("grpo", {}))
@@ -105,10 +138,17 @@ class Loop:
         self.task = task or load_task(config.task)
         updates = config.steps * config.grpo.updates_per_rollout
         self.trainer = Trainer(config.model, config.plan, config.grpo, max_updates=updates)
-        self.engine = NativeEngine(
-            self.trainer.model, config.plan, tokenizer=self.trainer.tokenizer, kernels=config.rollout_kernels
-        )
+        model, tokenizer = self.trainer.model, self.trainer.tokenizer
+        self.engine: NativeEngine | VLLMEngine
+        if config.engine == "vllm":
+            self.engine = VLLMEngine(model, config.plan, tokenizer=tokenizer)
+        else:
+            self.engine = NativeEngine(model, config.plan, tokenizer=tokenizer, kernels=config.rollout_kernels)
         self.seconds: dict[str, float] = {}
+        if config.calibrates and config.recalibrate == "ones":
+            self.set_attention_scales(AttentionScales.ones(self.trainer.model.config.num_hidden_layers))
+        elif config.calibrates:  # before the first refit there are only prompts
+            self._calibrate(prompt_batch(self.task.train, config.prompts_per_step, config.seed, 1)["prompt"])
 
     def step(self, number: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Take step `number` (from 1): the metrics row and a few samples."""
@@ -118,19 +158,68 @@ class Loop:
             rollout = self.engine.generate(
                 batch["prompt"], self._sampling(), seed=stream(config.seed, "rollout", number)
             )
+        attention = self._attention_metrics(number)
+        parts = {}
+        if config.engine == "vllm":
+            with self._timed("gap_parts"):
+                parts = gap_parts(self.trainer, rollout)
         with self._timed("reward"):
             rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
         with self._timed("train"):
             metrics = self.trainer.step(rollout, rewards)
         with self._timed("refit"):
             self.engine.refit(self.trainer)
+        if config.calibrates and config.recalibrate in ("every-step", "rollout"):
+            self._calibrate(rollout if config.recalibrate == "every-step" else None)
         chosen = range(0, len(rewards), max(1, len(rewards) // 4))
         prompts = [p for p in batch["prompt"] for _ in range(config.grpo.num_generations)]
         samples = [
             {"step": number, "prompt": prompts[i], "completion": rollout.completions[i], "reward": rewards[i]}
             for i in chosen
         ]
-        return {"step": number, **metrics}, samples[:4]
+        return {"step": number, **metrics, **parts, **attention}, samples[:4]
+
+    def set_attention_scales(self, scales: AttentionScales) -> None:
+        """Give the engine these scales of q, k and v, and the trainer too if its attention is FP8."""
+        self.engine.attention_scales = scales
+        for model in (self.trainer.model, self.trainer.reference):
+            state = None if model is None else attention_of(model)
+            if state is not None and not state.dynamic:
+                state.scales = scales
+
+    def restore_attention_scales(self, log: RunLog, step: int) -> None:
+        """Take the scales that were in use after `step`; ValueError if the log does not have them."""
+        if self.config.calibrates:
+            row = next((row for row in log.rows("calibration") if row["step"] == step), None)
+            if row is None:
+                path = log.folder / "calibration.jsonl"
+                raise ValueError(f"{path} has no step {step}; restore the file, or start a new run")
+            self.set_attention_scales(AttentionScales(**{operand: row[operand] for operand in OPERANDS}))
+
+    def _calibrate(self, batch: Rollout | list[str] | None) -> None:
+        with self._timed("calibrate"):
+            self.engine.calibrate(batch)
+        self.set_attention_scales(self.engine.attention_scales)
+
+    def _attention_metrics(self, number: int) -> dict[str, float]:
+        """Of the rollout just sampled: the share of q, k and v that was clamped, in the worst layer, the largest scale,
+        and how many scales raised an alarm.
+
+        From the second step on the first alarm is a warning, too; in the first step scales come from prompts alone, and
+        clamping a little of the completions is to be expected.
+        """
+        if not self.config.plan.rollout.attention.is_fp8:
+            return {}
+        stats = self.engine.stats()
+        if stats["attention_alarms"] and number > 1:
+            warnings.warn(f"FP8 attention: {stats['attention_alarms'][0]}", stacklevel=3)
+        saturation = stats["saturation"]
+        metrics = {f"{operand}_saturation": max(saturation[operand]) for operand in OPERANDS}
+        metrics["attention_alarms"] = len(stats["attention_alarms"])
+        if self.config.calibrates:
+            scales = self.engine.attention_scales
+            metrics |= {f"{operand}_scale": max(getattr(scales, operand)) for operand in OPERANDS}
+        return metrics
 
     def evaluate(self, number: int, *, final: bool = False) -> dict[str, float]:
         """Sampled accuracy on validation prompts with the rollout engine, at the training temperature."""
@@ -200,6 +289,8 @@ def resume(
             if folder is not None:
                 loop.trainer.load(folder)
                 loop.engine.refit(loop.trainer)
+                loop.restore_attention_scales(log, step)
+                loop.seconds.clear()
             _continue(loop, log, step, on_step, should_stop)
     return log
 
@@ -212,6 +303,8 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
         for sample in samples:
             log.append("samples", sample)
         log.append("timing", {"step": row["step"], **loop.seconds})
+        if config.calibrates:
+            log.append("calibration", {"step": row["step"], **loop.engine.attention_scales.to_dict()})
         log.append("metrics", row)
         loop.seconds.clear()
         if on_step is not None:

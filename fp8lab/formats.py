@@ -54,7 +54,7 @@ class Float8Format:
         """Distance between the neighbouring codes around each |x| (same shape, float32); x is taken as float32."""
         magnitude = x.float().abs().clamp(self.min_normal, self.max)
         exponent = torch.frexp(magnitude).exponent - 1  # magnitude = 1.f * 2^exponent
-        return torch.ldexp(torch.ones_like(magnitude), exponent - self.mantissa_bits)
+        return power_of_two(exponent - self.mantissa_bits).float()
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """x rounded to the format, held in float32, same shape: clamp, then nearest with ties to even; -0 is kept.
@@ -100,7 +100,7 @@ class Float8Format:
         exponent = (code & 0x7F) >> self.mantissa_bits
         mantissa = (code & (2**self.mantissa_bits - 1)).float() / 2**self.mantissa_bits
         significand = mantissa + (exponent > 0).float()
-        value = torch.ldexp(significand, exponent.clamp(min=1) - self.bias)
+        value = significand * power_of_two(exponent.clamp(min=1) - self.bias).float()
         special = value > self.max
         infinite = special & (mantissa == 0) & (self.name == "e5m2")
         value = torch.where(special, torch.where(infinite, float("inf"), float("nan")), value)
@@ -124,6 +124,14 @@ def get_format(name: str) -> Float8Format:
     if name not in FORMATS:
         raise ValueError(f"format is {name!r}; allowed: {', '.join(FORMATS)} (bf16 needs no scale: see round_bf16)")
     return FORMATS[name]
+
+
+def power_of_two(n: torch.Tensor) -> torch.Tensor:
+    """2^n as float64, same shape, for integers -1022 <= n <= 1023: written into the exponent bits, hence exact.
+
+    torch.ldexp multiplies by pow(2, n), which a GPU may round.
+    """
+    return ((n.long() + 1023) << 52).view(torch.float64)
 
 
 def round_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8lab.formats import Float8Format, get_format
+from fp8lab.formats import Float8Format, get_format, power_of_two
 from fp8lab.quantizers import WHOLE, QuantizedTensor, expand_blocks
 
 ACCUMULATE = ("fp32", "promote128", "hopper", "fast")
@@ -127,11 +127,6 @@ def exponent(x: torch.Tensor, fmt: Float8Format | None = None) -> torch.Tensor:
     if fmt is not None:
         found = found.clamp(min=1 - fmt.bias)
     return torch.where(x.isfinite() & (x != 0), found, _EXPONENT_OF_ZERO)
-
-
-def power_of_two(n: torch.Tensor) -> torch.Tensor:
-    """2^n as float64, same shape, for integers -1022 <= n <= 1023: written into the exponent bits, hence exact."""
-    return ((n.long() + 1023) << 52).view(torch.float64)
 
 
 def _check_operands(a: QuantizedTensor, b: QuantizedTensor) -> None:

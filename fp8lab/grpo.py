@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8lab.checks import require_types
 from fp8lab.corrections import MODES, check_bounds
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
@@ -70,10 +71,19 @@ class GRPOConfig:
     """Upper bound of a token's ratio (`tis`, `icepop`) or a sequence's (modes of level sequence)."""
     importance_sampling_min: float = 0.0
     """Lower bound of the same; `icepop` and `seq-mask-tis` need one above 0."""
+    force_on_policy_ratio: bool = False
+    """The policy ratio is 1 by construction (its gradient is kept); as in NeMo RL, only with one update per rollout."""
+    seq_logprob_error_threshold: float | None = None
+    """Completions with mean exp(|t - g|) above this are dropped from the loss and its denominator (NeMo RL); None keeps
+    all, else >= 1."""
     micro_batch_size: int = 1024
     """Most sequences per forward (whole groups, at least one); gradients add up over micro-batches."""
 
     def __post_init__(self) -> None:
+        require_types(self)
+        for name in ("weight_decay", "beta", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be >= 0")
         for name, allowed in (
             ("loss_type", LOSS_TYPES),
             ("scale_rewards", SCALE_REWARDS),
@@ -95,6 +105,16 @@ class GRPOConfig:
             )
         if self.delta is not None and self.delta <= 1 + self.epsilon:
             raise ValueError(f"delta is {self.delta}; the dual clip must lie above 1 + epsilon = {1 + self.epsilon}")
+        if self.force_on_policy_ratio and self.updates_per_rollout > 1:
+            raise ValueError(
+                f"force_on_policy_ratio with {self.updates_per_rollout} updates per rollout; the weights move after "
+                "the first, so set steps_per_generation=1 and num_iterations=1, or turn it off"
+            )
+        if self.seq_logprob_error_threshold is not None and not self.seq_logprob_error_threshold >= 1:
+            raise ValueError(
+                f"seq_logprob_error_threshold is {self.seq_logprob_error_threshold}; mean exp(|t - g|) is at least 1, "
+                "so give a number >= 1, or None for no threshold"
+            )
 
     @property
     def updates_per_rollout(self) -> int:
@@ -128,6 +148,20 @@ def group_advantages(
         centred = centred / (rewards.std() + 1e-4)
     equal = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)  # exactly 0, not a rounding residue
     return torch.where(equal, 0.0, centred).view(-1)
+
+
+def within_logprob_error(
+    rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """Rows whose engines agree, (B,) bool: mean exp(|t - g|) over a row's tokens is at most `threshold`; all (B, T).
+
+    Tokens with a non-finite log-prob are left out of the mean, and exponents are clamped to 20; a row without usable
+    tokens agrees. Source: NeMo RL, compute_and_apply_seq_logprob_error_masking (nemo_rl/algorithms/grpo.py).
+    """
+    usable = mask & rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
+    difference = torch.where(usable, trainer_logprobs.double() - rollout_logprobs.double(), 0.0)
+    error = torch.where(usable, difference.abs().clamp(max=20).exp(), 0.0).sum(1) / usable.sum(1).clamp(min=1)
+    return error <= threshold
 
 
 def token_weights(mask: torch.Tensor, loss_type: str, max_tokens: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ x and g are quantized twice, from the original and never from the other copy (33
 block serves both directions. Recipe: DeepSeek-V3 (arXiv:2412.19437, section 3.3), Transformer Engine's
 Float8BlockScaling.
 
-Here the backend is `emulated`: operands are rounded to their format and held in float32, the GEMM runs in float32 and
-its output is rounded to BF16. Tensor cores accumulate in (nearly) float32 as well, so this is faithful to what FP8
-hardware computes, and on a CPU without BF16 units it is also the fastest way. BF16 layers are emulated by the same
-class in the same way, so arms differ in the format alone. The weight stays a float32 master `nn.Parameter`; its
+The backend of this class is `emulated`: operands are rounded to their format and held in float32, the GEMM runs in
+float32 and its output is rounded to BF16. Tensor cores accumulate in (nearly) float32 as well, so this is faithful to
+what FP8 hardware computes, and on a CPU without BF16 units it is also the fastest way. BF16 layers are emulated by the
+same class in the same way, so arms differ in the format alone. The weight stays a float32 master `nn.Parameter`; its
 quantized copy is a cache, refreshed explicitly (`refresh`) by the trainer's step, by a refit and by loading, and never
 pickled.
 
@@ -21,7 +21,8 @@ torch.compile each Float8Linear is a graph break and runs as without compiling (
 the quantizer as a torch custom op cost 11 to 25). peft's adapters go around a Float8Linear as around any linear, but
 merging or unmerging them changes weights: call `refresh(model)` after it, before it the layers answer as unmerged.
 
-Left out: real FP8 GEMMs (`torch.nn.functional.scaled_mm`, Transformer Engine).
+Real FP8 GEMMs are subclasses: `ScaledMMLinear` (scaled_mm.py) and `TransformerEngineLinear` (te_linear.py), chosen by
+backends.py.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8lab import invariant
 from fp8lab.formats import round_bf16
-from fp8lab.precision import FP8, LinearPrecision
+from fp8lab.operands import FP8, LinearPrecision
 from fp8lab.quantizers import BlockQuantizer, QuantizedTensor
 
-KERNELS = ("default", "other")
+KERNELS = ("default", "other", invariant.NAME)
 _real_tokens: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
 
 
@@ -57,6 +59,13 @@ def real_tokens(mask: torch.Tensor) -> Iterator[None]:
         _real_tokens.reset(token)
 
 
+def token_mask(shape: torch.Size) -> torch.Tensor | None:
+    """The mask of `real_tokens`, flat, if it is for tokens laid out as shape (or flat); None for other tokens, e.g. the
+    last position's logits."""
+    mask = _real_tokens.get()
+    return None if mask is None or shape not in (mask.shape, (mask.numel(),)) else mask.reshape(-1)
+
+
 class QuantizedWeight(NamedTuple):
     """The cached copy of a weight: what the GEMM multiplies, and the bytes it stands for."""
 
@@ -66,32 +75,21 @@ class QuantizedWeight(NamedTuple):
     """Codes and scales; None for BF16."""
 
 
-class Float8Linear(nn.Linear):
-    """nn.Linear with per-operand precision; same parameters, same state dict keys, (..., K) -> (..., N) float32."""
+class QuantizedCopy:
+    """What a module with a float32 master `weight` keeps: its precision, and a quantized copy that is only a cache."""
 
     precision: LinearPrecision
     kernels: str
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, precision: LinearPrecision, kernels: str = "default") -> Float8Linear:
-        """A Float8Linear that shares the parameters of `linear`.
-
-        kernels: `default` is one float32 matmul; `other` adds up K in tiles of 64 from the far end, which gives another
-        last bit: a stand-in for a second engine's kernels.
-        """
-        if kernels not in KERNELS:
-            raise ValueError(f"kernels is {kernels!r}; allowed: {', '.join(KERNELS)}")
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.precision, layer.kernels, layer._cache = precision, kernels, None
-        layer.train(linear.training)
-        return layer
+    weight: torch.Tensor
+    _cache: QuantizedWeight | None
 
     def refresh(self) -> None:
         """Quantize the current weight; call it after every change of the weight."""
-        self._cache = None if self.weight.is_meta else quantize_weight(self.weight, self.precision)
+        self._cache = None if self.weight.is_meta else self.quantize()
+
+    def quantize(self) -> QuantizedWeight:
+        """A quantized copy of the current weight."""
+        return quantize_weight(self.weight, self.precision)
 
     @property
     def quantized(self) -> QuantizedWeight:
@@ -99,22 +97,6 @@ class Float8Linear(nn.Linear):
         if self._cache is None:
             self.refresh()
         return self._cache
-
-    @torch.compiler.disable(reason="Float8Linear quantizes in a numba kernel")
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) of any dtype -> (..., N) float32: the GEMM `output`; its gradients run the other two."""
-        shape = x.shape[:-1]
-        mask = _real_tokens.get()
-        if mask is not None and shape not in (mask.shape, (mask.numel(),)):
-            mask = None  # other tokens than the mask's, e.g. the last position's logits: nothing to pack
-        flat = None if mask is None else mask.reshape(-1)
-        y = _Float8Matmul.apply(x.reshape(-1, x.shape[-1]).float(), self.weight, self.bias, self, flat)
-        return y.view(*shape, self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.precision}, backend=emulated" + (
-            "" if self.kernels == "default" else f", kernels={self.kernels}"
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": None}
@@ -126,6 +108,65 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._cache = None
+
+
+class Float8Linear(QuantizedCopy, nn.Linear):
+    """nn.Linear with per-operand precision; same parameters, same state dict keys, (..., K) -> (..., N) float32.
+
+    A subclass is another backend: it overrides the three GEMMs, and what `quantize` prepares for them, or `multiply`.
+    """
+
+    backend = "emulated"
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, precision: LinearPrecision, kernels: str = "default") -> Float8Linear:
+        """A Float8Linear that shares the parameters of `linear`.
+
+        kernels: `default` is one float32 matmul; `other` adds up K in tiles of 64 from the far end, which gives another
+        last bit: a stand-in for a second engine's kernels; `batch_invariant` takes fixed row tiles (invariant.py).
+        """
+        if kernels not in KERNELS:
+            raise ValueError(f"kernels is {kernels!r}; allowed: {', '.join(KERNELS)}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.precision, layer.kernels, layer._cache = precision, kernels, None
+        layer.train(linear.training)
+        return layer
+
+    @torch.compiler.disable(reason="Float8Linear quantizes in a numba kernel")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) of any dtype -> (..., N) float32: the GEMM `output`; its gradients run the other two."""
+        shape = x.shape[:-1]
+        mask = token_mask(shape)
+        return self.multiply(x.reshape(-1, x.shape[-1]).float(), mask).view(*shape, self.out_features)
+
+    def multiply(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """x (M, K) -> (M, N), both float32, with its gradients; mask (M,): the tokens grad_weight sums over."""
+        return _Float8Matmul.apply(x, self.weight, self.bias, self, mask)
+
+    def output(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (M, K) -> (M, N), both float32; the bias is added before the result is rounded."""
+        y = matmul(round_operand(x, self.precision.activation, self.precision), weight.values, self.kernels)
+        y = y if bias is None else y + bias
+        return round_bf16(y) if self.precision.output == "bf16" else y
+
+    def grad_input(self, grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+        """grad (M, N) -> (M, K), both float32."""
+        y = matmul(round_operand(grad, self.precision.gradient, self.precision), weight.values.t(), self.kernels)
+        return round_bf16(y) if self.precision.output == "bf16" else y
+
+    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """grad (M, N), x (M, K) -> (N, K), all float32; the blocks lie along M."""
+        g_t = round_operand(grad.t(), self.precision.gradient, self.precision)
+        x_t = round_operand(x.t(), self.precision.activation, self.precision)
+        return matmul(g_t, x_t, self.kernels)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.precision}, backend={self.backend}" + (
+            "" if self.kernels == "default" else f", kernels={self.kernels}"
+        )
 
 
 def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> QuantizedWeight:
@@ -152,6 +193,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, kernels: str = "default") -> torch.
             return matmul(a, b, kernels)
     if kernels == "default":
         return F.linear(a, b)
+    if kernels == invariant.NAME:
+        return invariant.linear(a, b)
     tiles = zip(a.split(64, dim=1)[::-1], b.split(64, dim=1)[::-1], strict=True)
     first_a, first_b = next(tiles)
     total = F.linear(first_a, first_b)
@@ -162,38 +205,30 @@ def matmul(a: torch.Tensor, b: torch.Tensor, kernels: str = "default") -> torch.
 
 class _Float8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, layer: Float8Linear, mask):
-        precision, values = layer.precision, layer.quantized.values
-        ctx.save_for_backward(x, values, mask)
-        ctx.precision, ctx.kernels, ctx.has_bias = precision, layer.kernels, bias is not None
-        y = matmul(round_operand(x, precision.activation, precision), values, layer.kernels)
-        if bias is not None:
-            y = y + bias
-        return round_bf16(y) if precision.output == "bf16" else y
+    def forward(ctx, x, weight, bias, layer: QuantizedCopy, mask):
+        ctx.save_for_backward(x, mask)
+        ctx.layer, ctx.quantized = layer, layer.quantized  # this one, should a refresh come before backward
+        return layer.output(x, ctx.quantized, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        x, values, mask = ctx.saved_tensors
-        precision, kernels = ctx.precision, ctx.kernels
+        x, mask = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            rounded = round_operand(grad, precision.gradient, precision)
-            grad_input = matmul(rounded, values.t(), kernels)
-            grad_input = round_bf16(grad_input) if precision.output == "bf16" else grad_input
+            grad_input = ctx.layer.grad_input(grad, ctx.quantized)
         if ctx.needs_input_grad[1]:
+            precision = ctx.layer.precision
             blocks = precision.gradient in FP8 or precision.activation in FP8
-            real_g, real_x = (grad[mask], x[mask]) if blocks and mask is not None else (grad, x)
-            g_t = round_operand(real_g.t(), precision.gradient, precision)
-            x_t = round_operand(real_x.t(), precision.activation, precision)
-            grad_weight = matmul(g_t, x_t, kernels)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+            real = (grad[mask], x[mask]) if blocks and mask is not None else (grad, x)
+            grad_weight = ctx.layer.grad_weight(*real)
+        if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(dim=0)
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
-    """(name, layer) of every Float8Linear in the model."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, Float8Linear))
+def float8_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedCopy]]:
+    """(name, layer) of every Float8Linear in the model, and of every fused expert tensor under the tensor's name."""
+    return ((name.replace(".float8_", "."), m) for name, m in model.named_modules() if isinstance(m, QuantizedCopy))
 
 
 def refresh(model: nn.Module) -> None:

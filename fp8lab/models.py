@@ -6,6 +6,7 @@ Both sides read a prompt once for all its completions: `left_pad` and `forward` 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterator
@@ -77,6 +78,14 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its peft adapters merged in float32, in a copy; the model itself if it has none.
+
+    An engine quantizes the merged weight, a trainer the base weight beside float32 adapters: a precision gap of LoRA.
+    """
+    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
 def left_pad(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move each row's first `lengths` tokens to the right edge, so that all rows end in the same column.
 
@@ -90,7 +99,8 @@ def left_pad(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor,
 
 def forward(model: nn.Module, tokens, attention, positions, cache, **kwargs) -> torch.Tensor:
     """Logits (B, T, V) of tokens (B, T) that follow what `cache` holds; attention: (B, cached + T); the cache grows."""
-    arguments = {"attention_mask": attention, "position_ids": positions, _cache_argument(type(model)): cache}
+    kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)  # peft passes arguments through
+    arguments = {"attention_mask": attention, "position_ids": positions, _cache_argument(kind): cache}
     return model(input_ids=tokens, use_cache=True, **arguments, **kwargs).logits
 
 

@@ -5,6 +5,7 @@
     metrics.jsonl      a line a step, deterministic values only: the same seed gives the same bytes
     timing.jsonl       seconds per phase, a line a step
     samples.jsonl      a few completions a step
+    calibration.jsonl  scales of q, k and v per layer, as in use after each step; only if the plan has FP8 attention
     checkpoints/       step-000020/: model, optimizer
 
 Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can
@@ -24,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-LOGS = ("metrics", "timing", "samples")
+LOGS = ("metrics", "timing", "samples", "calibration")
 
 
 class RunLog:
@@ -44,7 +45,7 @@ class RunLog:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def rows(self, log: str = "metrics") -> list[dict[str, Any]]:
-        """The complete lines of `metrics`, `timing` or `samples`; a torn last line is left out."""
+        """The complete lines of one of LOGS, none if it was never written; a torn last line is left out."""
         path = self.folder / f"{log}.jsonl"
         return read_jsonl(path) if path.is_file() else []
 

@@ -20,16 +20,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8lab.formats import Float8Format
+from fp8lab.formats import Float8Format, power_of_two
 
 
 def default_scale(amax: torch.Tensor, fmt: Float8Format) -> torch.Tensor:
     """The rule `default`: the largest magnitude lands on the format's largest number; an empty block has scale 1."""
-    scale = amax.float() / fmt.max
+    scale = divided(amax.float(), fmt.max)
     return torch.where(scale == 0, 1.0, scale)
 
 
-FORMS = ("amax/max", "max/amax", "max/amax in fp64")
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, correctly rounded: given a Python number, torch on a GPU multiplies by its reciprocal instead."""
+    return x / torch.full_like(x, number)
+
+
+FORMS = ("amax/max", "max/amax", "max/amax in fp64", "max*(1/amax)")
 APPLY = ("divide", "reciprocal", "encode")
 POW2 = (None, "bits", "log2", "encode bits")
 NONFINITE = ("ignore", "propagate", "unit")
@@ -42,7 +47,8 @@ class ScaleRule:
 
     name: str = "default"
     form: str = "amax/max"
-    """`amax/max`: s = amax / max. `max/amax`: E = max / amax, s = 1 / E, in float32 or with E rounded from float64."""
+    """`amax/max`: s = amax / max. `max/amax`: E = max / amax, s = 1 / E, in float32 or with E rounded from float64;
+    `max*(1/amax)`: what torch makes of the Python expression `448 / amax`, which rounds twice."""
     apply: str = "divide"
     """What is rounded to a code: x / s (`divide`), x * (1 / s) (`reciprocal`), or x * E (`encode`)."""
     amax_floor: float = 0.0
@@ -99,12 +105,14 @@ class ScaleRule:
             return scale, scale
         amax = amax.to(dtype if self.in_input_dtype else torch.float32).clamp(min=self.amax_floor)
         if self.form == "amax/max":
-            scale = amax / fmt.max
+            scale = divided(amax, fmt.max)
             empty = scale.clamp(min=self.scale_floor) == 0
             encode = 1 / scale
         else:
             wide = amax.double() if self.form.endswith("fp64") else amax
-            encode = torch.full_like(wide, fmt.max).div(wide).float()  # torch's `448 / x` is 448 * reciprocal(x)
+            encode = (
+                fmt.max * wide.reciprocal() if self.form == "max*(1/amax)" else torch.full_like(wide, fmt.max) / wide
+            ).float()
             empty = amax == 0
             encode = encode.clamp(max=torch.finfo(dtype).max)  # E overflows for the tiniest blocks
             scale = 1 / encode
@@ -123,13 +131,13 @@ class ScaleRule:
             return torch.exp2(torch.ceil(torch.log2(scale.clamp(min=self.pow2_floor))).clamp(-127, 127))
         if self.pow2 == "encode bits":  # E rounded down is s rounded up
             mantissa, exponent = torch.frexp(encode)
-            return 1 / torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+            return 1 / power_of_two(exponent - 1).float()
         # max = 1.75 * 2^e for E4M3 and E5M2, so amax = m * 2^k (1 <= m < 2) needs 2^(k - e), or the next power if m >
         # 1.75
         mantissa, exponent = torch.frexp(amax.double())
         power = exponent - 1 - (torch.frexp(torch.tensor(fmt.max)).exponent - 1) + (mantissa > 0.875)
         power = torch.where(amax.isfinite(), power, 127).clamp(-127, 127)
-        return torch.where(amax.isnan(), amax, torch.ldexp(torch.ones_like(mantissa), power).float())
+        return torch.where(amax.isnan(), amax, power_of_two(power).float())
 
     def __str__(self) -> str:
         return self.name
@@ -179,7 +187,7 @@ def _presets() -> dict[str, ScaleRule]:
     )
     nemo = ScaleRule(
         name="nemo_rl",
-        form="max/amax",
+        form="max*(1/amax)",
         apply="encode",
         nonfinite="unit",
         edge="last element",

@@ -221,6 +221,60 @@ def by_position(
     }
 
 
+def one_token_sequences(
+    rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor, bound: float = 2.0
+) -> float:
+    """Share of sequences whose product ratio R leaves [1/bound, bound] and that hang on one token: its d^2 is more than
+    the d^2 of all others together.
+
+    Of sequences of two or more tokens; 0 if there are none. Squares, because d of many tokens add up like a random
+    walk: a thousand tokens that leave the band together hang on none of them. d = (0.1, 0.9, -0.1) counts, R = e^0.9;
+    (0.4, 0.4, 0.4) does not, though R = e^1.2.
+    """
+    g, t, usable, _ = _aligned(rollout_logprobs, trainer_logprobs, mask)
+    d = (t - g)[usable.sum(1) > 1]
+    if not len(d):
+        return 0.0
+    squares, limit = d.square(), torch.tensor(bound, dtype=torch.float64).log()
+    return ((d.sum(1).abs() > limit) & (2 * squares.amax(1) > squares.sum(1))).double().mean().item()
+
+
+def rejection_length_correlation(weights: torch.Tensor, mask: torch.Tensor) -> float:
+    """Pearson correlation, over sequences, of "all weights are 0" with the number of tokens; 0 if either is constant.
+
+    weights (B, T) of a `corrections.Correction`, mask (B, T). A filter on products of ratios, whose spread grows with
+    the square root of the length, rejects long sequences for being long. Lengths (1, 1, 9) with the last one rejected
+    give 1.
+    """
+    count = mask.sum(1)
+    rejected = (torch.where(mask, weights, 0.0).abs().sum(1) == 0)[count > 0].double()
+    count = count[count > 0].double()
+    if len(count) < 2 or rejected.min() == rejected.max() or count.min() == count.max():
+        return 0.0
+    return torch.corrcoef(torch.stack([rejected, count]))[0, 1].item()
+
+
+def interval_over_sequences(
+    values: torch.Tensor, mask: torch.Tensor, *, resamples: int = 1000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(mean, low, high): the mean of values (B, T) over masked-in tokens, with its 95 % percentile-bootstrap interval.
+
+    Whole rows are drawn, since tokens of one sequence are not independent. Values that are not finite are left out. The
+    values [[1, 3], [2, -]] have mean 2; with no usable token all three are 0, and with one row they are equal.
+    """
+    usable = mask.bool() & values.isfinite()
+    count = usable.sum(1)
+    rows = count > 0
+    if not bool(rows.any()):
+        return 0.0, 0.0, 0.0
+    total, count = torch.where(usable, values.double(), 0.0).sum(1)[rows], count[rows].double()
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(count), (resamples, len(count)), generator=generator)
+    means = (total[drawn].sum(1) / count[drawn].sum(1)).sort().values
+    low, high = means[int(0.025 * (resamples - 1))], means[int(0.975 * (resamples - 1))]
+    return (total.sum() / count.sum()).item(), low.item(), high.item()
+
+
 class Verdict(NamedTuple):
     """One published band and what the report says."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,12 @@ def sweep(
     workers: int = 2,
     threads: int = 1,
     on_done: Callable[[str, str | None], None] | None = None,
+    ray: str | None = None,
 ) -> dict[str, str]:
     """Bring every config's run in `out` to its end, `workers` processes at a time with `threads` CPU threads each.
+
+    ray: address of a Ray cluster (`auto`: the one this machine belongs to, `local`: a new one here); its tasks take
+    `threads` CPUs each, and `out` must be a folder that all its machines share. ImportError says what to install.
 
     Finished runs are left alone, unfinished ones resumed. on_done(folder, error or None) is called after each. One
     that fails does not stop the rest; returns folder -> error for those. ValueError if two configs share a name and a
@@ -51,16 +55,50 @@ def sweep(
         if (folder / "config.json").is_file() and ExperimentConfig.from_dict(RunLog(folder).config) != config:
             raise ValueError(f"{folder} holds a run of another config; delete it or choose another folder")
     failed = {}
+    jobs = list(zip(configs, folders, strict=True))
+    for folder, error in _on_ray(jobs, threads, ray) if ray else _in_processes(jobs, workers, threads):
+        if error is not None:
+            failed[str(folder)] = f"{type(error).__name__}: {error}"
+        if on_done is not None:
+            on_done(str(folder), failed.get(str(folder)))
+    return failed
+
+
+Jobs = Sequence[tuple[ExperimentConfig, Path]]
+
+
+def _in_processes(jobs: Jobs, workers: int, threads: int) -> Iterator[tuple[Path, BaseException | None]]:
+    """(folder, error or None) of each job, in the order they end."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        jobs = {pool.submit(_finish, c, f, threads): f for c, f in zip(configs, folders, strict=True)}
-        for job in as_completed(jobs):
-            error = job.exception()
-            if error is not None:
-                failed[str(jobs[job])] = f"{type(error).__name__}: {error}"
-            if on_done is not None:
-                on_done(str(jobs[job]), failed.get(str(jobs[job])))
-    return failed
+        futures = {pool.submit(_finish, config, folder, threads): folder for config, folder in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.exception()
+
+
+def _on_ray(jobs: Jobs, threads: int, address: str) -> Iterator[tuple[Path, BaseException | None]]:
+    """The same as tasks of a Ray cluster, which starts them as CPUs become free."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("sweep(ray=...) needs Ray: pip install 'fp8lab[ray]'") from error
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
+    try:
+        task = ray.remote(num_cpus=threads, max_retries=1)(_finish)
+        left = {task.remote(config, folder.resolve(), threads): folder for config, folder in jobs}
+        while left:
+            done, _ = ray.wait(list(left))
+            try:
+                ray.get(done[0])
+                error = None
+            except Exception as problem:  # of one run; the others go on
+                error = getattr(problem, "cause", None) or problem
+            yield left.pop(done[0]), error
+    finally:
+        if started:
+            ray.shutdown()
 
 
 def is_finished(folder: str | Path) -> bool:

@@ -14,6 +14,7 @@ temperature the rollout was sampled with.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import shutil
@@ -25,13 +26,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8lab import corrections, diagnostics
+from fp8lab import corrections, diagnostics, invariant, sequence_metrics
 from fp8lab.conversion import convert
-from fp8lab.grpo import GRPOConfig, group_advantages, policy_loss, reference_kl, token_weights
+from fp8lab.grpo import (
+    GRPOConfig,
+    group_advantages,
+    policy_loss,
+    reference_kl,
+    token_weights,
+    within_logprob_error,
+)
 from fp8lab.linear import real_tokens, refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, quiet
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
+from fp8lab.routing import replay_routes, routes_at
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -60,6 +69,8 @@ class Trainer:
         self.model = model if is_module else load_model(model)
         self.tokenizer = tokenizer if is_module else tokenizer or load_tokenizer(model)
         self.conversion = convert(self.model, plan, side="trainer", kernels=kernels)
+        if kernels == invariant.NAME:
+            invariant.prepare(self.model)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
         betas = (self.config.adam_beta1, self.config.adam_beta2)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -89,13 +100,18 @@ class Trainer:
         mask = rollout.mask
         if config.mask_truncated_completions:
             mask = mask & rollout.finished[:, None]
-        old = self.score(rollout) if config.updates_per_rollout > 1 else None
+        threshold = config.seq_logprob_error_threshold
+        old = self.score(rollout) if config.updates_per_rollout > 1 or threshold is not None else None
+        totals: dict[str, float] = defaultdict(float)
+        if threshold is not None:
+            agree = within_logprob_error(rollout.logprobs, old, mask, threshold)
+            totals["num_masked_seqs"] = float((~agree).sum())
+            mask = mask & agree[:, None]
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = self._score(self.reference, rollout)
+                reference = self._score(self.reference, dataclasses.replace(rollout, routes=None))
         trainer_logprobs = torch.zeros_like(rollout.logprobs) if old is None else old
-        totals: dict[str, float] = defaultdict(float)
         for rows in self._minibatches(len(rewards)):
             self._update(rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals)
         return self._metrics(rollout, rewards, mask, trainer_logprobs, totals)
@@ -119,7 +135,7 @@ class Trainer:
             current = logprobs.detach()
             if old is None:
                 trainer_logprobs[chosen] = current
-            t = current if old is None else old[chosen]
+            t = current if old is None or config.force_on_policy_ratio else old[chosen]
             correction = self._correction(g, t, use)
             per_token, was_clipped = policy_loss(logprobs, t, advantages[chosen], config)
             per_token = per_token * correction.weights
@@ -189,7 +205,8 @@ class Trainer:
         updates, trained = totals["updates"], max(1.0, totals["trained"])
         groups = rewards.view(-1, self.config.num_generations)
         used = mask & trainer_logprobs.isfinite() & rollout.logprobs.isfinite()
-        after = self._correction(rollout.logprobs, trainer_logprobs, mask).weights[used]
+        correction = self._correction(rollout.logprobs, trainer_logprobs, mask).weights
+        after = correction[used]
         metrics = {
             "reward": rewards.mean().item(),
             "loss": totals["loss"] / updates,
@@ -197,6 +214,8 @@ class Trainer:
             "learning_rate": self.learning_rate,
             **report.as_dict(),
             "sampling_importance_ratio_corrected": after.mean().item() if len(after) else 1.0,
+            "effective_sample_size": sequence_metrics.effective_sample_size(after),
+            "one_token_sequences": sequence_metrics.one_token_sequences(rollout.logprobs, trainer_logprobs, mask),
             "approx_entropy": totals["entropy"] / trained,
             "clip_ratio": totals["clipped"] / trained,
             "clamped_exponents": totals["clamped_exponents"],
@@ -205,6 +224,11 @@ class Trainer:
             "completion_length": (rollout.lengths - rollout.prompt_lengths).float().mean().item(),
             "truncated": 1.0 - rollout.finished.float().mean().item(),
         }
+        if self.config.seq_logprob_error_threshold is not None:
+            metrics["num_masked_seqs"] = totals["num_masked_seqs"]
+        if self.config.importance_sampling in corrections.SEQUENCE_MODES:
+            lengths = sequence_metrics.rejection_length_correlation(correction, used)
+            metrics["rejection_length_correlation"] = lengths
         if "oob_tokens" in totals:
             metrics["is_oob_ratio"] = totals["oob_tokens"] / trained
         elif "oob_sequences" in totals:
@@ -260,10 +284,13 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     differentiable.
 
     rows: whole groups, in order. Each group's prompt is read once; its keys and values serve all its completions, and
-    the gradient flows back through them. ValueError if the rows of a group do not start with the same prompt.
+    the gradient flows back through them. If the rollout has routes, tokens take these experts (routing.py). ValueError
+    if the rows of a group do not start with the same prompt, or the routes do not fit.
     """
     from transformers import DynamicCache
 
+    if model.config._attn_implementation == invariant.NAME:
+        return whole_row_logprobs(model, rollout, rows)
     n, temperature = rollout.sampling.n, rollout.sampling.temperature
     tokens, start = rollout.tokens[rows], rollout.prompt_lengths[rows]
     lengths = rollout.lengths[rows] - start
@@ -275,7 +302,8 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     if not torch.equal(left_pad(tokens, start)[0], prompts.repeat_interleave(n, dim=0)):
         raise ValueError(f"rows are not whole groups of {n} completions of one prompt, neighbours of each other")
     cache = DynamicCache(config=model.config)
-    with real_tokens(attention.bool()):
+    routes = routes_at(rollout, rows[::n], torch.where(attention.bool(), positions, -1))
+    with real_tokens(attention.bool()), replay_routes(model, routes):
         logits = forward(model, prompts, attention, positions, cache, logits_to_keep=1).repeat_interleave(n, dim=0)
     columns = start[:, None] + torch.arange(longest)
     real = torch.arange(longest) < lengths[:, None]
@@ -283,7 +311,8 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     if longest > 1:
         cache.batch_repeat_interleave(n)
         attention = torch.cat([attention.repeat_interleave(n, dim=0), real[:, :-1].long()], dim=1)
-        with real_tokens(real[:, 1:]):  # a completion's last token predicts nothing
+        routes = routes_at(rollout, rows, torch.where(real[:, 1:], columns[:, :-1], -1))
+        with real_tokens(real[:, 1:]), replay_routes(model, routes):  # a completion's last token predicts nothing
             rest = forward(model, completions[:, :-1], attention, columns[:, :-1], cache)
         logits = torch.cat([logits, rest], dim=1)
     if temperature not in (0, 1):
@@ -291,3 +320,19 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     logprobs = logits.gather(2, completions[:, :, None]).squeeze(2) - logits.logsumexp(dim=2)
     row = torch.arange(len(rows))[:, None].expand_as(columns)
     return out.index_put((row[real], columns[real]), logprobs[real])
+
+
+def whole_row_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) -> torch.Tensor:
+    """What `completion_logprobs` returns, for batch_invariant kernels: a row is read whole, every token in the column
+    of its position, as the rollout's own forward has it. A prompt is read once for every completion."""
+    lengths, temperature = rollout.lengths[rows], rollout.sampling.temperature
+    width = int(lengths.max())
+    tokens, mask = rollout.tokens[rows, :width], rollout.mask[rows, :width]
+    positions = torch.arange(width).expand_as(tokens)
+    causal = torch.ones(width, width, dtype=torch.bool).tril()[None, None]
+    with real_tokens(positions < lengths[:, None] - 1):  # a row's last token predicts nothing
+        logits = model(input_ids=tokens, attention_mask=causal, position_ids=positions, use_cache=False).logits
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    logprobs = logits[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    return torch.zeros(rollout.tokens[rows].shape).index_put(mask.nonzero(as_tuple=True), logprobs[mask[:, 1:]])

@@ -108,6 +108,17 @@ def test_the_vllm_environment_loses_what_breaks_its_import(checkout, monkeypatch
     ]
 
 
+def test_the_vllm_tests_run_in_their_own_environment(checkout, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert __main__.main(["test-vllm", "-x"]) == 0
+    assert checkout.calls[-1] == "-m pytest -m vllm tests/vllm -x"
+    assert pips(checkout)[0] == "-m pip install -e .[vllm,lab,dev]"
+    checkout.codes["pytest"] = 1
+    assert bootstrap.main(["test-vllm"]) == 1
+    bootstrap.main(["test"])
+    assert checkout.calls[-1] == "-m pytest -m not browser and not vllm"
+
+
 def test_lab_passes_its_options_on_and_lets_no_request_leave(checkout):
     bootstrap.main(["lab", "--port", "9999", "--no-browser"])
     command = checkout.calls[-1]

@@ -12,9 +12,10 @@ from fp8lab import models
 from fp8lab.checkpoints import export_fp8, import_fp8, read_fp8
 from fp8lab.conversion import convert
 from fp8lab.linear import float8_layers, quantize_weight
-from fp8lab.precision import BF16_LINEAR, Fallback, LinearPrecision, PrecisionPlan, SidePlan, linear_modules
+from fp8lab.names import linear_modules
+from fp8lab.precision import BF16_LINEAR, Fallback, LinearPrecision, PrecisionPlan, SidePlan
 from fp8lab.quantizers import BlockQuantizer, QuantizedTensor
-from tests.references import tiny_llama, tiny_moe, tokens
+from tests.references import SIZES, tiny_llama, tiny_moe, tokens
 
 E2E = PrecisionPlan.preset("fp8-e2e")
 RAGGED = dict(hidden_size=132, intermediate_size=300, head_dim=20)
@@ -253,10 +254,34 @@ def test_scales_of_other_dtypes_multiply_in_float32(dtype, copy):
     assert torch.equal(import_fp8(copy).model.get_parameter(name), expected)
 
 
-def test_experts_stay_bf16_on_export_and_single_fp8_experts_are_imported(tmp_path):
-    """DeepSeek and Qwen store experts one by one, each with its scales; transformers 5 fuses them."""
+def test_experts_are_stored_one_by_one_and_come_back(tmp_path):
+    """DeepSeek and Qwen store experts one by one, each projection with its scales; transformers 5 fuses them."""
     model = tiny_moe()
     exported = export_fp8(model, E2E, tmp_path / "out")
+    assert exported.kept == ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head")
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} <= set(exported.fp8)
+    imported, stored = import_fp8(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    experts = model.model.layers[1].mlp.experts
+    for part, weight in (("up_proj", experts.gate_up_proj[2, 32:]), ("down_proj", experts.down_proj[2])):
+        name = f"model.layers.1.mlp.experts.2.{part}"
+        packed = BlockQuantizer((128, 128)).quantize(weight.detach().bfloat16().float())
+        assert torch.equal(stored[f"{name}.weight"].view(torch.uint8), packed.codes)
+        assert torch.equal(stored[f"{name}.weight_scale_inv"], packed.scale) and name in imported.fp8
+    convert(model, E2E, side="rollout")
+    convert(imported.model, imported.plan, side="rollout")
+    ours, theirs = dict(float8_layers(model)), dict(float8_layers(imported.model))
+    assert ours.keys() == theirs.keys()
+    assert all(
+        torch.equal(ours[n].quantized.values, theirs[n].quantized.values) for n in ours if ours[n].precision.is_fp8
+    )
+    export_fp8(imported.model, imported.plan, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(stored[n].view(torch.uint8), again[n].view(torch.uint8)) for n in stored if "experts" in n)
+
+
+def test_experts_kept_in_bf16_and_single_fp8_experts_of_others(tmp_path):
+    model = tiny_moe()
+    exported = export_fp8(model, E2E.with_bf16(modules=["mlp.experts"]), tmp_path / "out")
     assert set(exported.kept) >= {"model.layers.0.mlp.experts", "model.layers.1.mlp.gate", "lm_head"}
     assert all("self_attn" in name for name in exported.fp8)
     plain, expert = import_fp8(tmp_path / "out"), "model.layers.1.mlp.experts.2.down_proj"
@@ -268,6 +293,18 @@ def test_experts_stay_bf16_on_export_and_single_fp8_experts_are_imported(tmp_pat
     imported = import_fp8(tmp_path / "out")
     assert expert in imported.fp8 and imported.plan == plain.plan
     assert torch.equal(imported.model.model.layers[1].mlp.experts.down_proj[2], packed.dequantize())
+
+
+def test_fused_experts_the_format_cannot_hold(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    with pytest.raises(ValueError, match="experts is FP8 in part; .* all of it in FP8, or none"):
+        export_fp8(tiny_moe(), E2E.with_bf16(modules=["experts.down_proj"]), tmp_path / "out")
+    mixtral = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))  # stores block_sparse_moe.experts.0.w1
+    with pytest.raises(ValueError, match=r"mixtral checkpoints do not store experts as experts.0.gate_proj.weight"):
+        export_fp8(mixtral, E2E, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert export_fp8(mixtral, E2E.with_bf16(modules=["mlp.experts"]), tmp_path / "out").fp8
 
 
 # ---- transformers as the reader ---------------------------------------------------------------------

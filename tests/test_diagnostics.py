@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8lab.conversion import convert, restore
-from fp8lab.diagnostics import MismatchReport, differing_layers, mismatch
+from fp8lab.diagnostics import MismatchReport, differing_layers, gap_parts, mismatch
 from fp8lab.linear import float8_layers, refresh
 from fp8lab.precision import LinearPrecision, PrecisionPlan, SidePlan
+from fp8lab.rollout import NativeEngine, SamplingParams
+from fp8lab.trainer import Trainer
 
 from . import references
 
@@ -274,3 +276,18 @@ def test_nan_weights_compare_by_bits():
             layer(model).weight[0, 0] = np.nan
             refresh(model)
     assert differing_layers(a, b) == {}
+
+
+def test_the_gap_has_an_engine_part_and_a_precision_part():
+    plan = PrecisionPlan.preset("fp8-rollout")
+    trainer = Trainer("tiny-llama", plan)
+    engine = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer, kernels="other")
+    rollout = engine.generate(["47+38=", "5-9="], SamplingParams(n=8, max_tokens=6), seed=0)
+    before = trainer.score(rollout)
+    parts = gap_parts(trainer, rollout)
+    report = mismatch(rollout.logprobs, before, rollout.mask)
+    assert parts["precision_gap"] > 5 * parts["engine_gap"] > 0
+    assert report.mean_abs_difference <= sum(parts.values()) + 1e-6
+    assert torch.equal(trainer.score(rollout), before)  # the trainer is left as it was
+    same = Trainer("tiny-llama", PrecisionPlan.preset("fp8-e2e"))
+    assert gap_parts(same, rollout)["precision_gap"] == 0

@@ -8,7 +8,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8lab.grpo import GRPOConfig, group_advantages, policy_loss, reference_kl, token_weights
+from fp8lab.grpo import (
+    GRPOConfig,
+    group_advantages,
+    policy_loss,
+    reference_kl,
+    token_weights,
+    within_logprob_error,
+)
 
 from . import references
 
@@ -199,6 +206,32 @@ def test_reference_kl_is_an_unbiased_estimate():
     assert expected == pytest.approx((p * (p / q).log()).sum().item(), rel=1e-5)
 
 
+# ---- sequences that the engines disagree about ------------------------------------------------------------
+
+
+def test_logprob_error_by_hand():
+    """Ratios 2 and 1/2 have mean exp(|d|) = 2; a masked token and a non-finite one do not count; no token agrees."""
+    g = torch.tensor([[-1.0, -1, -9], [-1, -1, -1], [-1, -math.inf, -1], [-1, -1, -1]])
+    d = torch.tensor([[2, 0.5, 99], [1, 3, 2.0], [1.5, 1, 1.5], [7, 7, 7]]).log()
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, True, True], [False] * 3])
+    assert within_logprob_error(g, g + d, mask, 1.99).tolist() == [False, False, True, True]
+    assert within_logprob_error(g, g + d, mask, 2.0 + 1e-6).tolist() == [True, True, True, True]
+    assert within_logprob_error(g, g + d, mask, 1.49).tolist() == [False, False, False, True]
+
+
+def test_logprob_error_against_nemo_rl():
+    """compute_and_apply_seq_logprob_error_masking (nemo_rl/algorithms/grpo.py at 7ea279abf), line by line."""
+    r = torch.Generator().manual_seed(0)
+    g = torch.randn((50, 7), generator=r)
+    t = g + 0.5 * torch.randn(g.shape, generator=r)
+    mask = torch.rand(g.shape, generator=r) < 0.7
+    num = (torch.exp((g - t).abs() * mask) * mask).sum(dim=-1)
+    error = num / mask.sum(dim=-1).clamp(min=1)
+    for threshold in (1.4, 1.6, 2.0):
+        want = error <= threshold
+        assert torch.equal(within_logprob_error(g, t, mask, threshold), want) and 0 < want.sum() < 50
+
+
 # ---- the configuration ------------------------------------------------------------------------------------
 
 
@@ -206,7 +239,7 @@ def test_reference_kl_is_an_unbiased_estimate():
     "change, words",
     [
         ({"loss_type": "bnpo"}, "loss_type is 'bnpo'; allowed: dapo, grpo, dr_grpo"),
-        ({"scale_rewards": True}, "scale_rewards is True; allowed: group, batch, none"),
+        ({"scale_rewards": True}, "scale_rewards is True, of type bool"),
         ({"importance_sampling": "trunc"}, "importance_sampling.*allowed: none, is, tis, icepop"),
         ({"num_generations": 0}, "num_generations is 0.*integer >= 1"),
         ({"steps_per_generation": 1.0}, "steps_per_generation"),
@@ -219,6 +252,9 @@ def test_reference_kl_is_an_unbiased_estimate():
         ({"epsilon": -0.1}, "epsilon"),
         ({"epsilon_high": -0.1}, "epsilon_high"),
         ({"delta": 1.2}, "dual clip must lie above"),
+        ({"force_on_policy_ratio": True, "num_iterations": 2}, "with 2 updates per rollout"),
+        ({"seq_logprob_error_threshold": 0.9}, "number >= 1, or None"),
+        ({"seq_logprob_error_threshold": float("nan")}, "seq_logprob_error_threshold is"),
     ],
 )
 def test_bad_configuration(change, words):

@@ -193,6 +193,37 @@ def test_unknown_keys_and_values_are_named(data, words):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
+def test_yaml(plan):
+    again = PrecisionPlan.from_yaml(plan.to_yaml())
+    assert again == plan and hash(again) == hash(plan) and again.diff(plan) == []
+    assert list(yaml.safe_load(plan.to_yaml())) == ["name", "rollout", "trainer"]  # in the order of the fields
+
+
+def test_equality_and_hash():
+    assert len(set(PLANS)) == len(PLANS)
+    copies = [PrecisionPlan.from_dict(plan.to_dict()) for plan in PLANS]
+    assert set(copies) == set(PLANS) and {plan: i for i, plan in enumerate(PLANS)}[copies[3]] == 3
+    assert E2E != E2E.with_bf16(first=1) and E2E.with_bf16(layers=[2, 1]) == E2E.with_bf16(layers=(1, 2))
+    assert hash(Fallback(layers=[1], modules=["a"])) == hash(Fallback(layers=(1,), modules=("a",)))
+
+
+def test_diff():
+    other = PrecisionPlan.preset("fp8-rollout", rule="pow2").with_bf16(last=2, side="rollout")
+    assert E2E.diff(other) == [
+        "name: fp8-e2e -> fp8-rollout",
+        "rollout.linear.rule: default -> pow2",
+        "rollout.fallback.last: 0 -> 2",
+        "trainer.linear.weight: e4m3 -> bf16",
+        "trainer.linear.activation: e4m3 -> bf16",
+        "trainer.linear.gradient: e4m3 -> bf16",
+    ]
+    assert len(other.diff(E2E)) == 6 and E2E.diff(PrecisionPlan.preset("fp8-e2e")) == []
+    for a in PLANS:
+        for b in PLANS:
+            assert (a.diff(b) == []) == (a == b)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 def test_repr_is_one_line(plan):
     assert "\n" not in repr(plan) and plan.name in repr(plan) and len(repr(plan)) < 300
 
@@ -202,6 +233,14 @@ def test_reprs():
         "PrecisionPlan(fp8-rollout: rollout e4m3[128x128] x e4m3[1x128] but bf16 for last=1; trainer bf16)"
     )
     assert str(LinearPrecision(rule="pow2", activation="e5m2")) == "e4m3[128x128] x e5m2[1x128] pow2"
+    assert str(LinearPrecision(gradient="e5m2")) == "e4m3[128x128] x e4m3[1x128] grad e5m2"
+
+
+def test_a_gradient_alone_is_fp8_too():
+    linear = LinearPrecision(weight="bf16", activation="bf16")
+    plan = PrecisionPlan(trainer=SidePlan(linear=linear))
+    assert linear.is_fp8 and plan.decide(UP.format(0), "trainer", 1).reason == "plan custom"
+    assert plan.with_bf16(first=1).decide(UP.format(0), "trainer", 1).precision == BF16_LINEAR
 
 
 # ---- bad values -----------------------------------------------------------------------------------
@@ -280,7 +319,11 @@ def test_coverage_of_llama_8b_on_the_meta_device():
 def test_coverage_of_a_moe_model():
     decisions = E2E.coverage(references.tiny_moe())
     fp8 = {d.name.rsplit(".", 1)[-1] for d in decisions if d.precision.is_fp8}
-    assert fp8 == {"q_proj", "k_proj", "v_proj", "o_proj"}  # experts are fused tensors, not linears
+    assert fp8 == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}
+    experts = {d.name for d in decisions if ".experts." in d.name}
+    assert experts == {f"model.layers.{i}.mlp.experts.{t}_proj" for i in (0, 1) for t in ("gate_up", "down")}
+    kept = E2E.with_bf16(modules=["mlp.experts"], layers=[1]).coverage(references.tiny_moe())
+    assert {d.name for d in kept if d.precision.is_fp8} == {f"model.layers.0.self_attn.{p}_proj" for p in "qkvo"}
 
 
 def test_a_model_without_layers_is_refused():

@@ -1,6 +1,7 @@
 """The native engine against transformers' own forward and generate, and its behaviour on bad input."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from fp8lab.diagnostics import differing_layers
 from fp8lab.models import load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
+from fp8lab.rollout.engine import GenerationStopped
 from fp8lab.rollout.sampling import draw, processed_logprobs
-from fp8lab.trainer import Trainer
+from fp8lab.trainer import GRPOConfig, Trainer
 
 PROMPTS = ["47+38=", "5-9=", "12+7=", "99+99="]
 PLANS = ("bf16", "fp8-rollout", "fp8-e2e")
@@ -196,6 +198,131 @@ def test_bad_prompts_are_refused_and_the_engine_stays_usable(engine):
     longest = engine.generate(["1" * (limit - 2)], SamplingParams(max_tokens=10), seed=0)
     assert longest.mask.sum() <= 2  # room for two tokens, then the context is full
     assert engine.generate(["1+1="], SamplingParams(), seed=0).mask.any()
+
+
+def test_weights_that_are_not_finite_are_named(engine):
+    good = {name: tensor.clone() for name, tensor in named_weights(engine.model).items()}
+    name = "model.layers.1.self_attn.q_proj.weight"
+    for value in (float("nan"), float("inf")):
+        bad = {key: tensor.clone() for key, tensor in good.items()}
+        bad[name][3, 5] = value
+        with pytest.raises(ValueError, match=rf"{name} has 1 values that are NaN or infinite"):
+            engine.refit(bad)
+        assert all(torch.equal(tensor, good[key]) for key, tensor in named_weights(engine.model).items())
+
+
+@pytest.mark.parametrize("plan", ["bf16", "fp8-e2e"])
+def test_refit_there_and_back_equals_a_fresh_engine(plan, tokenizer):
+    plan = PrecisionPlan.preset(plan)
+    first = load_model("tiny-llama")
+    second = {name: tensor * 1.01 for name, tensor in named_weights(first).items()}
+    engine = NativeEngine(first, plan, tokenizer=tokenizer)
+    engine.generate(PROMPTS, SamplingParams(n=2), seed=0)
+    engine.refit(second)
+    engine.generate(PROMPTS, SamplingParams(n=2), seed=1)
+    engine.refit(named_weights(first))
+    fresh = NativeEngine(first, plan, tokenizer=tokenizer)
+    a, b = (e.generate(PROMPTS, SamplingParams(n=4), seed=2) for e in (engine, fresh))
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.logprobs, b.logprobs)
+
+
+def test_a_refit_that_was_interrupted_must_be_repeated(tokenizer, monkeypatch):
+    engine = NativeEngine("tiny-llama", PrecisionPlan.preset("bf16"))
+    weights = {name: tensor.clone() for name, tensor in named_weights(engine.model).items()}
+
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp8lab.rollout.native.refresh", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.refit(weights)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="refit once more"):
+        engine.generate(PROMPTS, SamplingParams(), seed=0)
+    engine.refit(weights)
+    assert engine.generate(PROMPTS, SamplingParams(), seed=0).mask.any()
+
+
+def test_generation_can_be_interrupted_and_the_engine_stays_usable(engine):
+    sampling = SamplingParams(n=4, max_tokens=6)
+    before = engine.generate(PROMPTS, sampling, seed=7)
+    asked = []
+
+    def third_token() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    with pytest.raises(GenerationStopped):
+        engine.generate(PROMPTS, sampling, seed=7, should_stop=third_token)
+    assert len(asked) == 3
+    for error in (KeyboardInterrupt, ZeroDivisionError):
+
+        def fail(done: int, total: int, error: type = error) -> None:
+            raise error
+
+        with pytest.raises(error):
+            engine.generate(PROMPTS, sampling, seed=7, on_batch=fail)
+    after = engine.generate(PROMPTS, sampling, seed=7, should_stop=lambda: False)
+    assert torch.equal(before.tokens, after.tokens) and torch.equal(before.logprobs, after.logprobs)
+
+
+def test_adapters_are_merged_for_the_push(tokenizer):
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra `dev`)")
+    plan = PrecisionPlan.preset("fp8-e2e")
+    changes = {"target_modules": ["q_proj", "down_proj"], "lora_alpha": 8, "use_rslora": True}
+    model = peft.get_peft_model(load_model("tiny-llama"), peft.LoraConfig(r=4, **changes))
+    trainer = Trainer(model, plan, GRPOConfig(num_generations=4, learning_rate=1e-2, warmup_steps=1))
+    engine = NativeEngine("tiny-llama", plan)
+    for step in range(2):  # the second moves lora_A too: lora_B starts at zero
+        rollout = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=6), seed=step)
+        trainer.step(rollout, [float(row % 3 == 0) for row in range(16)])
+        assert engine.check_same_bytes(trainer) != {}
+        engine.refit(trainer)
+        assert engine.check_same_bytes(trainer) == {}
+    weights = named_weights(model)
+    prefix = "base_model.model.model.layers.2.mlp.down_proj."
+    parts = ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")
+    base, a, b = (weights[prefix + part] for part in parts)
+    merged = named_weights(engine.model)["model.layers.2.mlp.down_proj.weight"]
+    torch.testing.assert_close(merged, base + 8 / 4**0.5 * (b @ a))
+    assert not torch.equal(merged, base)
+    assert any("lora_A" in name for name in named_weights(trainer.model))  # the trainer keeps its adapters apart
+
+
+def test_stats_and_close():
+    engine = NativeEngine("tiny-llama", PrecisionPlan.preset("fp8-rollout"))
+    rollout = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=6), seed=0)
+    stats = engine.stats()
+    assert stats["engine"] == "native" and stats["backend"] == "emulated" and stats["forward"] == "own"
+    assert (stats["sequences"], stats["tokens"]) == (16, int(rollout.mask.sum()))
+    assert stats["prompt_tokens"] == int(rollout.prompt_lengths[::4].sum())
+    columns = int(rollout.prompt_lengths.max()) + 5
+    layers, kinds, rows, heads, head_dim, float32 = 4, 2, 16, 4, 32, 4
+    assert 0 < stats["kv_bytes"] <= layers * kinds * columns * rows * heads * head_dim * float32
+    assert engine.calibrate(PROMPTS) == {} and engine.calibrate(rollout) == {}
+    engine.close()
+    engine.close()
+    for call in (
+        lambda: engine.generate(PROMPTS, SamplingParams(), seed=0),
+        lambda: engine.refit({}),
+        lambda: engine.calibrate(PROMPTS),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_processed_and_raw_logprobs_against_the_trainers_score(engine):
+    """`processed` is what the trainer scores, at any temperature; `raw` is what it would score at temperature 1."""
+    trainer = Trainer("tiny-llama", PrecisionPlan.preset("bf16"))
+    for temperature in (0.7, 1.0, 1.5):
+        sampling = SamplingParams(n=4, max_tokens=6, temperature=temperature)
+        processed = engine.generate(PROMPTS, sampling, seed=5)
+        torch.testing.assert_close(processed.logprobs, trainer.score(processed), atol=0.01, rtol=0)
+        raw = engine.generate(PROMPTS, dataclasses.replace(sampling, raw_logprobs=True), seed=5)
+        assert torch.equal(raw.tokens, processed.tokens)
+        assert torch.equal(raw.logprobs, processed.logprobs) == (temperature == 1.0)
+        at_one = dataclasses.replace(processed, sampling=dataclasses.replace(sampling, temperature=1.0))
+        torch.testing.assert_close(raw.logprobs, trainer.score(at_one), atol=0.01, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,38 @@ def test_rows_must_be_whole_groups():
     trainer, rollout = make()
     with pytest.raises(ValueError, match="whole groups of 4"):
         trainer.score(dataclasses.replace(rollout, tokens=rollout.tokens.roll(1, 0)))
+
+
+# ---- what NeMo RL's configurations ask for ----------------------------------------------------------------
+
+
+def test_a_forced_ratio_changes_nothing_with_one_update():
+    first, rollout = make("fp8-rollout")
+    forced = Trainer("tiny-llama", first.plan, dataclasses.replace(CONFIG, force_on_policy_ratio=True))
+    a, b = (trainer.step(rollout, rewards_of(rollout)) for trainer in (first, forced))
+    assert a == b
+    for p, q in zip(first.model.parameters(), forced.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_threshold_drops_sequences_from_loss_and_denominator():
+    trainer, rollout = make("fp8-rollout")
+    d = (trainer.score(rollout) - rollout.logprobs).abs().exp()
+    error = torch.where(rollout.mask, d, 0.0).sum(1) / rollout.mask.sum(1)
+    threshold = error.sort().values[7:9].mean().item()
+    config = dataclasses.replace(CONFIG, seq_logprob_error_threshold=threshold)
+    metrics = Trainer("tiny-llama", trainer.plan, config).step(rollout, rewards_of(rollout))
+    assert metrics["num_masked_seqs"] == (error > threshold).sum() == 8  # half of 16
+    kept = dataclasses.replace(rollout, mask=rollout.mask & (error <= threshold)[:, None])
+    want = trainer.step(kept, rewards_of(rollout))
+    assert metrics["loss"] == pytest.approx(want["loss"], abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    assert metrics["token_mult_prob_error"] > want["token_mult_prob_error"]  # the gap is measured on all of them
+
+
+def test_a_threshold_that_drops_everything_makes_no_update():
+    trainer, rollout = make("fp8-rollout", dataclasses.replace(CONFIG, seq_logprob_error_threshold=1.0))
+    before = [p.clone() for p in trainer.model.parameters()]
+    metrics = trainer.step(rollout, rewards_of(rollout))
+    assert metrics["num_masked_seqs"] == 16 and metrics["skipped_updates"] == 1
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.model.parameters(), strict=True))

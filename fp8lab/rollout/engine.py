@@ -9,11 +9,12 @@ A `Rollout` lays every sequence out as prompt + completion + padding, from the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fp8lab.rollout.sampling import SamplingParams
 
@@ -38,6 +39,9 @@ class Rollout:
     completions: tuple[str, ...]
     """Decoded completions without special tokens."""
     sampling: SamplingParams
+    routes: torch.Tensor | None = None
+    """(B, T, layers, k) int16: the experts each token took, -1 where not recorded (see routing.py); the trainer replays
+    them."""
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.logprobs.shape or self.tokens.shape != self.mask.shape:
@@ -47,13 +51,126 @@ class Rollout:
             )
 
 
+class GenerationStopped(RuntimeError):
+    """`should_stop` said so: no rollout was made, and the engine is as it was before."""
+
+
 class RolloutEngine(Protocol):
-    """What the loop asks of an engine."""
+    """What the loop asks of an engine. After any of these raised, the engine can still be used."""
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams, *, seed: int
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        on_batch: Callable[[int, int], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Rollout:
-        """Sample `sampling.n` completions for each prompt; the same seed and weights give the same rollout."""
+        """Sample `sampling.n` completions for each prompt (strings, or lists of token ids).
 
-    def refit(self, weights: Mapping[str, torch.Tensor] | Any) -> None:
-        """Take new weights (a trainer, or named float32 tensors), requantize them, and drop everything cached."""
+        The same seed and weights give the same rollout. on_batch(done, total) is called after each batch of sequences.
+        should_stop() is asked while decoding; once it says True, GenerationStopped is raised. Raises ValueError for no
+        prompts, an empty prompt, or one that leaves no room in the context.
+        """
+
+    def refit(self, source: Mapping[str, torch.Tensor] | Any) -> None:
+        """Take new weights (a trainer, or float32 tensors by parameter name), requantize them, drop everything cached.
+
+        ValueError before anything is written if a weight is missing, unknown, of another shape or not finite.
+        """
+
+    def calibrate(self, batch: Rollout | Sequence[str] | Sequence[Sequence[int]] | None) -> dict[str, float]:
+        """Take new KV and attention scales from real tokens at the current weights: a rollout, or prompts before the
+        first refit; None: from what the last generate saw. Returns what was measured (`seconds`, `tokens`, ...); an
+        engine that needs no scales returns {}."""
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine is and has done: `engine`, `backend`, `forward`, `refits`, `tokens`, `seconds`, ..."""
+
+    def check_same_bytes(self, trainer: Any) -> dict[str, str]:
+        """Layers whose weight the engine does not hold as the trainer's bytes -> why; empty means proven equal."""
+
+    def close(self) -> None:
+        """Free the model and its caches; any later call but close() raises RuntimeError."""
+
+
+def encode_prompts(prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: Any, limit: int) -> list[list[int]]:
+    """Token ids of each prompt; ValueError for no prompts, an empty one, or one that leaves no room in a context of
+    `limit` tokens."""
+    if isinstance(prompts, str) or len(prompts) == 0:
+        raise ValueError(f"prompts is {prompts!r}; give a non-empty list of strings or of token id lists")
+    texts = [p for p in prompts if isinstance(p, str)]
+    encoded = iter(tokenizer(texts).input_ids if texts else [])
+    ids = [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise ValueError(f"prompt {prompt!r} has no tokens; a prompt needs at least one")
+        if len(tokens) >= limit:
+            raise ValueError(
+                f"a prompt has {len(tokens)} tokens ({str(prompt)[:40]!r}...); the context is {limit} and needs "
+                "room for at least one new token: shorten the prompt"
+            )
+    return ids
+
+
+def eos_tokens(generation_config: Any, tokenizer: Any) -> torch.Tensor:
+    """The token ids (int64) that end a completion: the model's, or else the tokenizer's."""
+    eos = generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    return torch.tensor([eos] if isinstance(eos, int) else list(eos or []), dtype=torch.long)
+
+
+def require_weights(new: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """ValueError, naming up to five problems, unless `new` holds finite tensors under the names and shapes of `own`."""
+    problems = [f"missing {name}" for name in own.keys() - new.keys()]
+    problems += [f"unknown {name}" for name in new.keys() - own.keys()]
+    for name in own.keys() & new.keys():
+        if new[name].shape != own[name].shape:
+            problems.append(f"{name} has shape {tuple(new[name].shape)}, expected {tuple(own[name].shape)}")
+        elif bad := int((~new[name].isfinite()).sum()):
+            problems.append(f"{name} has {bad} values that are NaN or infinite")
+    if problems:
+        raise ValueError(f"refit refused, no weight was changed: {'; '.join(sorted(problems)[:5])}")
+
+
+def pack_rollout(
+    ids: list[list[int]],
+    completions: torch.Tensor,
+    logprobs: torch.Tensor,
+    counts: torch.Tensor,
+    sampling: SamplingParams,
+    *,
+    tokenizer: Any,
+    eos: torch.Tensor,
+) -> Rollout:
+    """Lay prompts and completions out as a Rollout.
+
+    ids: one list per prompt; completions and logprobs: (prompts * n, max_tokens), the first counts (prompts * n,) of
+    each row are real, at least one.
+    """
+    starts = torch.tensor([len(p) for p in ids]).repeat_interleave(sampling.n)
+    lengths = starts + counts
+    tokens = torch.full((len(counts), int(lengths.max())), tokenizer.pad_token_id or 0)
+    prompts = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in ids], batch_first=True)
+    place = torch.arange(tokens.shape[1])
+    in_prompt = place < starts[:, None]
+    mask = (place < lengths[:, None]) & ~in_prompt
+    own = torch.arange(completions.shape[1]) < counts[:, None]
+    known = torch.arange(prompts.shape[1]) < starts[:, None]
+    tokens[in_prompt] = prompts.repeat_interleave(sampling.n, dim=0)[known]
+    tokens[mask] = completions[own]
+    placed = torch.zeros(tokens.shape)
+    placed[mask] = logprobs[own]
+    last = completions.gather(1, counts[:, None] - 1)
+    texts = [row[:count] for row, count in zip(completions.tolist(), counts.tolist(), strict=True)]
+    return Rollout(
+        tokens=tokens,
+        logprobs=placed,
+        mask=mask,
+        prompt_lengths=starts,
+        lengths=lengths,
+        finished=(last == eos).any(dim=1),
+        completions=tuple(tokenizer.batch_decode(texts, skip_special_tokens=True)),
+        sampling=sampling,
+    )

@@ -77,7 +77,7 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams) 
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1)
     else:
-        cumulative = logprobs.double().exp().cumsum(dim=-1)
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         target = uniform[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     if sampling.raw_logprobs:

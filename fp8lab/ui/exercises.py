@@ -8,6 +8,7 @@ computes what it judges; it does not compare with a stored answer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -187,3 +188,30 @@ def check_one_token(x: Any) -> Verdict:
     if share >= 0.5:
         return Verdict(False, f"at {x:g} the share is still {share:.0%}; ESS is (sum w)^2 / (sum w^2)")
     return Verdict(False, f"at {x:g} the share is {share:.0%} already, and at nine tenths of it below a half too")
+
+
+def check_temperature(logits: torch.Tensor, temperature: Any, *, low: float, high: float) -> Verdict:
+    """04: a temperature at which the most likely token's probability lies in [low, high]."""
+    if not isinstance(temperature, int | float) or not temperature > 0:
+        return Verdict(False, f"{temperature!r} is no temperature; it must be a number above 0")
+    top = float((logits / temperature).softmax(-1).max())
+    if low <= top <= high:
+        return Verdict(True, f"at temperature {temperature:g} the top token has {top:.3f}.")
+    return Verdict(False, f"the top token has {top:.3f}: {'cool down' if top < low else 'warm up'} the distribution")
+
+
+def check_rate(changed: Mapping[str, float], rate: Any, share: float) -> Verdict:
+    """04: the learning rate, to an order of magnitude, at which one update changes `share` per cent of the codes.
+
+    changed: learning rate as text -> per cent, as measured in the notebook; in between it is interpolated.
+    """
+    if not isinstance(rate, int | float) or not rate > 0:
+        return Verdict(False, f"{rate!r} is no learning rate; it must be a number above 0")
+    points = [(math.log10(float(r)), math.log10(max(c, 1e-6))) for r, c in changed.items()]
+    found = points[-1][0]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if y0 <= math.log10(share) <= y1:
+            found = x0 + (math.log10(share) - y0) / max(1e-9, y1 - y0) * (x1 - x0)
+    if abs(math.log10(rate) - found) <= 0.5:
+        return Verdict(True, f"about {10**found:.1e} changes {share:g} % of the codes.")
+    return Verdict(False, f"{rate:.1e} changes {'more' if math.log10(rate) > found else 'fewer'} codes than that")

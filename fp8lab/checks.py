@@ -1,0 +1,29 @@
+"""Checks that configs share: a value is one of those allowed, a field has the type that its annotation says.
+
+A YAML file is where configs go wrong: `1e-4` without a dot is text in YAML 1.1, `yes` is a truth value, a missing value
+is None. Each check raises ValueError with the field's name, what was found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args, get_type_hints
+
+
+def require_choice(name: str, value: Any, allowed: tuple) -> None:
+    """ValueError, with the allowed values, if `value` is none of them, or equal only across types (True and 1)."""
+    if not any(type(value) is type(option) and value == option for option in allowed):
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def require_types(config: Any) -> None:
+    """ValueError for a dataclass field that is not of its annotated type, or is NaN; an int serves as a float."""
+    for name, hint in get_type_hints(type(config)).items():
+        allowed, value = get_args(hint) or (hint,), getattr(config, name)
+        number = isinstance(value, int) and not isinstance(value, bool) and float in allowed
+        fits = isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)
+        if not (number or fits):
+            kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}; it must be {kinds}")
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} is NaN; it must be a number")

@@ -1,0 +1,189 @@
+"""An own forward for sampling: the model's own modules, one token at a time, over a preallocated KV cache.
+
+transformers' forward is made for every case; between two tokens of a small model it spends most of its time on masks,
+cache objects and keyword arguments. A decoder-only Llama-like model needs little more than this per layer:
+
+    q, k, v = W_q h, W_k h, W_v h        h = norm(x); q and k are normed once more in Qwen3
+    q, k    = rope(q), rope(k)           at each token's own position
+    x      += W_o softmax(q K^T / sqrt(D)) V
+    x      += mlp(norm(x))
+
+Every W, norm and mlp is the model's module itself, so what is quantized, and how, stays the layers' own business.
+
+Column = position: token p of a sequence lies in column p of its cache row, whatever the batch. So the mask is just
+"column <= position", padding (on the right) is overwritten before it could be seen, and a sum over keys runs in an
+order that no other sequence can change, which is what `invariant.py` needs.
+
+Two pieces are made to be replaced:
+
+    storage     subclass KVCache and override `fields`, `store` and `load` (FP8 codes and scales instead of float32):
+                Decoder(model, cache_type=MyCache). k and v (..., heads, D) arrive after RoPE and q/k-norm.
+    attention   Decoder(model, attention=f) with transformers' attention interface:
+                f(module, q (R, H, T, D), k (R, H_kv, L, D), v, mask (R, 1, T, L) bool, scaling=...)
+                -> (R, T, H, D), None
+
+Left out: sliding windows, latent attention, per-layer position schemes: `unsupported` names why a model needs
+transformers' forward. Sequences that part no longer share the memory of what they had in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Why `Decoder` cannot run this model, or None if it can."""
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        return f"model type {config.model_type} is none of {', '.join(MODEL_TYPES)}"
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in STATIC_ROPE:
+        return f"RoPE of type {rope} depends on the sequence length"
+    kinds = getattr(config, "layer_types", None)
+    if "sliding_attention" in (kinds or ()) or (kinds is None and getattr(config, "sliding_window", None)):
+        return f"some layers attend over a sliding window of {config.sliding_window} tokens"
+    return None
+
+
+class KVCache:
+    """Keys and values of R sequences: per layer and kind a buffer (columns, R, heads, width), column = position.
+
+    Columns come first because then one new token of every row is one block of memory.
+    """
+
+    def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, device: torch.device) -> None:
+        fields = self.fields(head_dim)
+        self.buffers = [
+            {
+                kind: [torch.zeros(columns, rows, heads, w, dtype=d, device=device) for d, w in fields]
+                for kind in ("key", "value")
+            }
+            for _ in range(layers)
+        ]
+        self.row = torch.arange(rows, device=device)[:, None]
+        self.used = 0  # columns that some row has written
+        self.spare: dict[int, torch.Tensor] = {}
+
+    def fields(self, head_dim: int) -> tuple[tuple[torch.dtype, int], ...]:
+        """Type and width of what is stored for one head of one token."""
+        return ((torch.float32, head_dim),)
+
+    def store(self, layer: int, kind: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x (..., heads, D) float32, `key` or `value` -> one tensor (..., heads, width) per field."""
+        return (x,)
+
+    def load(self, layer: int, kind: str, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What `store` gave, back to (..., heads, D) float32."""
+        return stored[0]
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write k and v (R, T, heads, D) of every row at its positions (R, T)."""
+        self.used = max(self.used, int(positions.max()) + 1)
+        for kind, x in (("key", k), ("value", v)):
+            for buffer, new in zip(self.buffers[layer][kind], self.store(layer, kind, x), strict=True):
+                buffer[positions, self.row] = new
+
+    def read(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of the first `length` columns, (R, heads, length, D) float32."""
+        k, v = (
+            self.load(layer, kind, tuple(b[:length] for b in buffers)).permute(1, 2, 0, 3)
+            for kind, buffers in self.buffers[layer].items()
+        )
+        return k, v
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows, in this order; a row named several times is copied."""
+        for layer in self.buffers:
+            for buffers in layer.values():
+                for field, old in enumerate(buffers):
+                    new = self._room(field, old, len(rows))
+                    torch.index_select(old[: self.used], 1, rows, out=new[: self.used])
+                    new[self.used :].zero_()
+                    buffers[field], self.spare[field] = new, old
+        self.row = torch.arange(len(rows), device=rows.device)[:, None]
+
+    def _room(self, field: int, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """An uninitialized buffer for `rows` rows, in the memory freed last if that is large enough: fresh memory costs
+        more than the copy."""
+        shape = (len(like), rows, *like.shape[2:])
+        size, spare = like[:, 0].numel() * rows, self.spare.get(field)
+        if spare is None or spare.untyped_storage().nbytes() < size * like.itemsize:
+            return like.new_empty(shape)
+        return spare.as_strided((size,), (1,), 0).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.nbytes for layer in self.buffers for buffers in layer.values() for b in buffers)
+
+
+def attend(module: nn.Module, q, k, v, mask, *, scaling: float, **_) -> tuple[torch.Tensor, None]:
+    """torch's scaled dot product attention, as in transformers' forward, so that both sides add alike."""
+    bias = torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, float("-inf"))  # a bool mask is slower
+    shared = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=shared)
+    return out.transpose(1, 2), None
+
+
+class Decoder:
+    """The forward of a supported model (see `unsupported`) on a KVCache."""
+
+    def __init__(self, model: nn.Module, *, attention: Callable = attend, cache_type: type[KVCache] = KVCache) -> None:
+        self.model, self.attention, self.cache_type = model, attention, cache_type
+        config, base = model.config, model.model
+        self.head_dim = base.layers[0].self_attn.head_dim
+        self.heads = config.num_key_value_heads
+        positions = torch.arange(config.max_position_embeddings)[None]
+        cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], position_ids=positions)
+        self.cos, self.sin = cos[0], sin[0]
+
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor, columns: int) -> tuple[torch.Tensor, KVCache]:
+        """Read prompts (R, T), padded on the right, of these lengths (R,): logits (R, V) after each prompt's last
+        token, and the cache, which has room for `columns` tokens a row."""
+        base = self.model.model
+        device = base.embed_tokens.weight.device
+        cache = self.cache_type(len(base.layers), len(prompts), self.heads, columns, self.head_dim, device)
+        positions = torch.arange(prompts.shape[1], device=device).expand_as(prompts)
+        return self._forward(prompts, positions, cache, lengths - 1), cache
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Logits (R, V) after one more token (R,) at its position (R,) in every row of the cache."""
+        return self._forward(tokens[:, None], positions[:, None], cache, torch.zeros_like(positions))
+
+    def _forward(self, tokens, positions, cache: KVCache, last: torch.Tensor) -> torch.Tensor:
+        """tokens, positions: (R, T); logits (R, V) float32 after token last[r] of each row; the cache grows."""
+        base = self.model.model
+        length = int(positions.max()) + 1
+        mask = torch.arange(length, device=tokens.device) <= positions[:, None, :, None]
+        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        cache.real = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
+        x = base.embed_tokens(tokens)
+        for number, layer in enumerate(base.layers):
+            x = x + self._attend(number, layer.self_attn, layer.input_layernorm(x), positions, cache, mask, cos, sin)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x[torch.arange(len(x), device=x.device), last]
+        return self.model.lm_head(base.norm(x)).float()
+
+    def _attend(self, number, module, h, positions, cache, mask, cos, sin) -> torch.Tensor:
+        shape = (*h.shape[:2], -1, self.head_dim)
+        q, k, v = (project(h).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+        if hasattr(module, "q_norm"):
+            q, k = module.q_norm(q), module.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        cache.append(number, k, v, positions)
+        k, v = cache.read(number, mask.shape[-1])
+        out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, scaling=module.scaling, real=cache.real)
+        return module.o_proj(out.reshape(*h.shape[:2], -1))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of x (R, T, H, D) in the half-split layout of Llama."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,83 @@
+"""Benchmarks: what they time is right, goals are judged, and the kernels compile once. No timing is asserted."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8lab import bench
+from fp8lab.quantizers import BlockQuantizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+def test_the_eager_candidate_computes_the_same(block):
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    x[:, :128] = 0
+    assert torch.equal(bench.eager_fake_quantize(x, block), BlockQuantizer(block).fake_quantize(x))
+
+
+def test_quantize_reports_ratios_goals_and_what_was_not_measured():
+    result = bench.bench_quantize(size=256, rounds=3)
+    names = [row["name"] for row in result["rows"]]
+    assert names[:3] == ["copy", "fp8lab 1x128", "fp8lab 128x128"] and "eager torch 1x128" in names
+    assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in result["rows"])
+    assert [(g["goal"], g["limit"]) for g in result["goals"]] == [
+        ("fp8lab 1x128, times a copy", 1.5),
+        ("fp8lab 128x128, times a copy", 1.5),
+        ("longest first call of a kernel, s", 3.0),
+    ]
+    ratio = {row["name"]: row["ratio"] for row in result["rows"]}
+    assert result["goals"][1]["measured"] == ratio["fp8lab 128x128"]
+    text = bench.as_text(json.loads(json.dumps(result)))
+    if "torchao emulation 1x128" not in names:
+        assert "torchao's emulation was not measured: No module named" in text
+    assert text.count("goal ") == 3 and "kernels compiled in this run" in text
+
+
+def test_goals_are_met_or_missed():
+    assert bench.goal("a", 1.5, 1.5)["met"] and not bench.goal("a", 1.5001, 1.5)["met"]
+    result = {"bench": "x", "shape": [1], "threads": 1, "baseline": "b", "unit": "ns", "rows": [], "not_measured": []}
+    text = bench.as_text(result | {"goals": [bench.goal("slow", 2, 1.5), bench.goal("fast", 1, 1.5)]})
+    assert "goal missed: slow: 2.00, at most 1.5" in text and "goal met: fast: 1.00, at most 1.5" in text
+
+
+def test_linear_reports_both_goals_and_the_error_of_each_gemm():
+    result = bench.bench_linear(m=32, k=128, n=128, rounds=2)
+    assert [g["limit"] for g in result["goals"]] == [1.15, 1.4]
+    assert "SQNR in dB: weights 128x128" in bench.as_text(result)
+
+
+def test_sqnr_of_each_operand_and_gemm_on_realistic_data():
+    found = bench.gemm_sqnr()
+    assert 31 < found["weights 128x128"] < 32  # 31.6
+    assert 32.5 < found["activations 1x128"] < 35 and 32.5 < found["gradients 1x128"] < 35  # 33.9 and 33.8
+    for name in ("output", "grad_input", "grad_weight"):
+        assert 28.5 < found[name] < 31  # two operands' errors add up: 29.5 to 29.6
+        assert found[name] < min(found["weights 128x128"], found["activations 1x128"])
+
+
+COUNT = """
+import torch
+from fp8lab.kernels import times_compiled
+from fp8lab.quantizers import BlockQuantizer
+x = torch.randn(3, 200)
+BlockQuantizer().quantize(x), BlockQuantizer((128, 128), rule="vllm").fake_quantize(x)
+print(times_compiled())
+"""
+
+
+def test_the_quantizer_compiles_once_for_all_shapes_rules_and_processes(tmp_path):
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    runs = [subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout.strip() for run in runs] == ["1", "0"], runs[0].stderr + runs[1].stderr

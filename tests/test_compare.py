@@ -1,0 +1,116 @@
+"""Comparing runs: against scipy and by hand, on the shipped evidence and on small runs made here."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from fp8lab import cli, compare
+from fp8lab.runlog import RunLog
+from fp8lab.tasks import data_dir
+
+EVIDENCE = data_dir() / "evidence" / "three-arms"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return compare.compare([EVIDENCE])
+
+
+def test_agrees_with_the_shipped_summary(found):
+    shipped = json.loads((data_dir() / "evidence" / "three-arms.json").read_text())
+    assert found["base"] == "bf16" and found["seeds"] == shipped["seeds"] and found["unfinished"] == []
+    for arm, values in shipped["arms"].items():
+        for key, value in values.items():
+            assert found["arms"][arm][key] == pytest.approx(value)
+    for name, values in shipped["paired_differences"].items():
+        assert found["paired_differences"][name]["accuracy_last"] == pytest.approx(values["accuracy_last"])
+        assert found["paired_differences"][name]["equivalent_within_margin"] == values["equivalent_within_margin"]
+
+
+def test_paired_interval_is_scipys(found):
+    last = {}
+    for folder in compare.find_runs([EVIDENCE]):
+        log = RunLog(folder)
+        accuracies = [row["validation_accuracy"] for row in log.rows() if "validation_accuracy" in row]
+        last.setdefault(log.config["name"], {})[log.config["seed"]] = accuracies[-1]
+    pairs = [last["fp8-e2e"][s] - last["bf16"][s] for s in found["seeds"]]
+    theirs = stats.ttest_1samp(pairs, 0).confidence_interval(0.95)
+    ours = found["paired_differences"]["fp8-e2e - bf16"]["accuracy_last"]
+    assert (ours["low"], ours["high"]) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_another_base_and_margin(found):
+    other = compare.compare([EVIDENCE], base="fp8-e2e", margin=0.0001)
+    ours = found["paired_differences"]["fp8-e2e - bf16"]["accuracy_last"]["mean"]
+    assert other["paired_differences"]["bf16 - fp8-e2e"]["accuracy_last"]["mean"] == pytest.approx(-ours)
+    assert other["paired_differences"]["bf16 - fp8-e2e"]["equivalent_within_margin"] is False
+    with pytest.raises(ValueError, match="base is 'nothing'; the finished runs are"):
+        compare.compare([EVIDENCE], base="nothing")
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    for arm in ("bf16", "fp8-e2e"):
+        shutil.copytree(EVIDENCE / f"{arm}-s1", tmp_path / f"{arm}-s1")
+    found = compare.compare([tmp_path])
+    assert found["arms"]["bf16"]["accuracy_last"]["low"] is None
+    assert found["paired_differences"]["fp8-e2e - bf16"]["equivalent_within_margin"] is None
+    assert "(one seed)" in compare.as_text(found)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        compare.compare([tmp_path])
+    shutil.copytree(EVIDENCE / "bf16-s1", tmp_path / "a")
+    shutil.copytree(EVIDENCE / "bf16-s1", tmp_path / "b")
+    with pytest.raises(ValueError, match="second run of 'bf16' with seed 1"):
+        compare.compare([tmp_path])
+    for name in ("a", "b"):
+        metrics = tmp_path / name / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:50]))
+    with pytest.raises(ValueError, match="none of 2 runs is finished"):
+        compare.compare([tmp_path])
+    shutil.copytree(EVIDENCE / "fp8-e2e-s1", tmp_path / "c")
+    assert len(compare.compare([tmp_path])["unfinished"]) == 2
+
+
+def test_mean_curve_against_scipy(found):
+    seeds = compare.curves([EVIDENCE], "token_mult_prob_error")["fp8-rollout"]
+    step, mean, low, high = compare.mean_curve(seeds)[10]
+    values = [dict(points)[step] for points in seeds.values()]
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((theirs.low, theirs.high)) and low < mean < high
+
+
+def test_cli_and_report(tmp_path, capsys):
+    report = tmp_path / "report.html"
+    assert cli.main(["compare", str(EVIDENCE), "--html", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"fp8-e2e +10 +0\.\d+ \[", out) and "minus bf16" in out
+    text = report.read_text()
+    assert text.count("<table>") == 1 and "fp8-rollout" in text and "plotly" in text
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?https?:", text), "the report needs no network"
+    assert cli.main(["compare", str(EVIDENCE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == "bf16"
+    assert cli.main(["compare", str(tmp_path / "none")]) == 1
+
+
+def test_seeds_are_read_or_refused():
+    from fp8lab.cli_sweep import seeds
+
+    assert seeds("0,2,5") == [0, 2, 5] and seeds("3-5") == [3, 4, 5] and seeds("7") == [7]
+    for bad in ("", "a", "1,1", "5-3", "-1", "1.5"):
+        with pytest.raises(ValueError, match="--seeds is"):
+            seeds(bad)
+
+
+def test_sweep_command_compares_at_its_end(tmp_path, capsys):
+    out = tmp_path / "sweep"
+    command = ["sweep", "bf16", "fp8-e2e", "--out", str(out), "--seeds", "0,1", "--quick", "--steps", "1"]
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["failed"] == {} and set(found["arms"]) == {"bf16", "fp8-e2e"} and found["seeds"] == [0, 1]
+    assert sorted(p.name for p in Path(out).iterdir()) == ["bf16-s0", "bf16-s1", "fp8-e2e-s0", "fp8-e2e-s1"]

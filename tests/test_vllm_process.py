@@ -1,0 +1,50 @@
+"""Starting vLLM: what is said where it is missing, of another version, or not alone in its process."""
+
+import importlib.util
+
+import pytest
+
+from fp8lab.rollout import VLLMEngine, vllm_process
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """This environment without vLLM, also where it is installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+
+
+def test_without_vllm_the_error_says_what_to_run(no_vllm):
+    with pytest.raises(ModuleNotFoundError, match="make vllm.*engine 'native'"):
+        VLLMEngine("tiny-llama", None)
+
+
+def test_an_experiment_with_the_vllm_engine_says_so_too(no_vllm):
+    from fp8lab.experiment import ExperimentConfig, Loop
+
+    config = ExperimentConfig(engine="vllm", steps=1)
+    assert ExperimentConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ModuleNotFoundError, match="make vllm"):
+        Loop(config)
+    with pytest.raises(ValueError, match="native, vllm"):
+        ExperimentConfig(engine="sglang")
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0"])
+def test_another_version_is_refused_by_name(version):
+    with pytest.raises(RuntimeError, match=rf"vLLM {version} found.*0\.32 \(run on a CPU\)"):
+        vllm_process.require_tested(version)
+
+
+def test_known_versions_pass():
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.0"):
+        vllm_process.require_tested(version)
+
+
+def test_settings_of_the_user_are_not_overwritten(monkeypatch):
+    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: object())
+    environment = {"OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    monkeypatch.setattr(vllm_process.os, "environ", environment)
+    with pytest.raises(RuntimeError, match="must be 0"):
+        vllm_process.start_vllm()
+    assert environment == {**vllm_process.ENVIRONMENT, "OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
