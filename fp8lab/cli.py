@@ -236,10 +236,15 @@ def _with_progress(arguments: argparse.Namespace, config, start) -> int:
     import torch
     from tqdm import tqdm
 
+    from fp8lab import distributed
+
+    distributed.join()
+    first = distributed.rank() == 0
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"{config.plan}, backend emulated, seed {config.seed}", file=sys.stderr)
-    with tqdm(total=config.steps, unit="step", desc=config.name, file=sys.stderr) as bar:
+    if first:
+        print(f"{config.plan}, backend emulated, seed {config.seed}", file=sys.stderr)
+    with tqdm(total=config.steps, unit="step", desc=config.name, file=sys.stderr, disable=not first) as bar:
 
         def on_step(row: dict[str, Any]) -> None:
             shown = {"reward": "reward", "validation_accuracy": "accuracy", "token_mult_prob_error": "mult_prob_error"}
@@ -249,6 +254,9 @@ def _with_progress(arguments: argparse.Namespace, config, start) -> int:
 
         known: dict[str, str] = {}
         log = start(on_step)
+    distributed.leave()
+    if not first:
+        return 0
     summary = _summary(log)
     print(json.dumps(summary) if arguments.json else _table([summary]))
     return 0

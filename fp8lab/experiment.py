@@ -19,11 +19,12 @@ import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8lab import distributed, invariant
 from fp8lab.attention import attention_of
 from fp8lab.attention_scales import OPERANDS, AttentionScales
 from fp8lab.checks import require_choice, require_types
@@ -135,15 +136,20 @@ class Loop:
 
     def __init__(self, config: ExperimentConfig, task: Task | None = None) -> None:
         self.config = config
+        _require_shares(config)
         self.task = task or load_task(config.task)
         updates = config.steps * config.grpo.updates_per_rollout
-        self.trainer = Trainer(config.model, config.plan, config.grpo, max_updates=updates)
+        # batch_invariant is a property of the pair; `default` and `other` are of the rollout engine alone
+        kernels = config.rollout_kernels if config.rollout_kernels == invariant.NAME else "default"
+        self.trainer = Trainer(config.model, config.plan, config.grpo, kernels=kernels, max_updates=updates)
         model, tokenizer = self.trainer.model, self.trainer.tokenizer
         self.engine: NativeEngine | VLLMEngine
         if config.engine == "vllm":
             self.engine = VLLMEngine(model, config.plan, tokenizer=tokenizer)
         else:
             self.engine = NativeEngine(model, config.plan, tokenizer=tokenizer, kernels=config.rollout_kernels)
+        if distributed.size() > 1:
+            self.trainer.shard()
         self.seconds: dict[str, float] = {}
         if config.calibrates and config.recalibrate == "ones":
             self.set_attention_scales(AttentionScales.ones(self.trainer.model.config.num_hidden_layers))
@@ -155,9 +161,7 @@ class Loop:
         config = self.config
         batch = prompt_batch(self.task.train, config.prompts_per_step, config.seed, number)
         with self._timed("rollout"):
-            rollout = self.engine.generate(
-                batch["prompt"], self._sampling(), seed=stream(config.seed, "rollout", number)
-            )
+            rollout = self._generate(batch["prompt"], self._sampling(), "rollout", number)
         attention = self._attention_metrics(number)
         parts = {}
         if config.engine == "vllm":
@@ -219,19 +223,26 @@ class Loop:
         if self.config.calibrates:
             scales = self.engine.attention_scales
             metrics |= {f"{operand}_scale": max(getattr(scales, operand)) for operand in OPERANDS}
-        return metrics
+        everywhere = distributed.gather(metrics)
+        return {name: max(found[name] for found in everywhere) for name in metrics}
 
     def evaluate(self, number: int, *, final: bool = False) -> dict[str, float]:
         """Sampled accuracy on validation prompts with the rollout engine, at the training temperature."""
         config = self.config
         dataset = self.task.validation
         size = len(dataset) if final else min(config.eval_prompts, len(dataset))
-        batch = dataset[:size]
+        batch = dataset[: size - size % distributed.size()]
         with self._timed("evaluate"):
             sampling = dataclasses.replace(self._sampling(), n=config.eval_samples * (2 if final else 1))
-            rollout = self.engine.generate(batch["prompt"], sampling, seed=stream(config.seed, "evaluate", number))
+            rollout = self._generate(batch["prompt"], sampling, "evaluate", number)
             rewards = self._grade(batch, rollout.completions, sampling.n)
         return {"validation_accuracy": sum(rewards) / len(rewards), "validation_samples": len(rewards)}
+
+    def _generate(self, prompts: list[str], sampling: SamplingParams, purpose: str, number: int) -> Rollout:
+        """The rollout of all prompts, of which this process samples its share."""
+        purpose = f"{purpose}-{rank}" if (rank := distributed.rank()) else purpose
+        seed = stream(self.config.seed, purpose, number)
+        return distributed.gather_rollout(self.engine.generate(distributed.share(prompts), sampling, seed=seed))
 
     def _sampling(self) -> SamplingParams:
         config = self.config
@@ -261,10 +272,13 @@ def run(
     """Run an experiment into the new folder `out`.
 
     on_step(row) is called after every logged step. should_stop() is asked between steps; a stopped run is checkpointed
-    and can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already.
+    and can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already. Under torchrun
+    (distributed.py) the first process alone writes and calls back.
     """
-    with RunLog(out) as log:
-        log.start(config.to_dict())
+    log = RunLog(out)
+    with log if distributed.rank() == 0 else nullcontext():
+        if distributed.rank() == 0:
+            log.start(config.to_dict())
         _continue(Loop(config), log, None, on_step, should_stop)
     return log
 
@@ -278,19 +292,20 @@ def resume(
     """
     log = RunLog(out)
     config = ExperimentConfig.from_dict(log.config)
-    with log:
-        if changed := log.changed_environment():
+    writes = distributed.rank() == 0
+    with log if writes else nullcontext():
+        if writes and (changed := log.changed_environment()):
             warnings.warn(f"this run began with {changed}: its last bits may now differ", stacklevel=2)
-        checkpoint = log.latest_checkpoint()
-        step, folder = checkpoint or (None, None)
-        log.rewind(-1 if step is None else step)
-        if step is None or step < config.steps:
-            loop = Loop(config)
-            if folder is not None:
-                loop.trainer.load(folder)
-                loop.engine.refit(loop.trainer)
-                loop.restore_attention_scales(log, step)
-                loop.seconds.clear()
+        step, folder = distributed.gather(log.latest_checkpoint() or (None, None))[0]
+        loop = Loop(config) if step is None or step < config.steps else None
+        if loop is not None and folder is not None:
+            loop.trainer.load(folder)
+            loop.engine.refit(loop.trainer)
+            loop.restore_attention_scales(log, step)
+            loop.seconds.clear()
+        if writes:
+            log.rewind(-1 if step is None else step)
+        if loop is not None:
             _continue(loop, log, step, on_step, should_stop)
     return log
 
@@ -300,25 +315,29 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
     config = loop.config
 
     def record(row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        seconds = loop.seconds.copy()
+        loop.seconds.clear()
+        if distributed.rank() > 0:
+            return
         for sample in samples:
             log.append("samples", sample)
-        log.append("timing", {"step": row["step"], **loop.seconds})
+        log.append("timing", {"step": row["step"], **seconds})
         if config.calibrates:
             log.append("calibration", {"step": row["step"], **loop.engine.attention_scales.to_dict()})
         log.append("metrics", row)
-        loop.seconds.clear()
         if on_step is not None:
             on_step(row)
 
     def checkpoint() -> None:
         loop.trainer.save(log.checkpoint_folder(step))
-        log.prune_checkpoints()
+        if distributed.rank() == 0:
+            log.prune_checkpoints()
 
     if step is None:
         step = 0
         record({"step": 0, **loop.evaluate(0)}, [])
     while step < config.steps:
-        if should_stop is not None and should_stop():
+        if should_stop is not None and distributed.gather(should_stop())[0]:
             checkpoint()
             return
         step += 1
@@ -329,6 +348,23 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
         record(row, samples)
         if last or step % config.checkpoint_every == 0:
             checkpoint()
+
+
+def _require_shares(config: ExperimentConfig) -> None:
+    """ValueError, under torchrun, for what cannot be divided."""
+    size = distributed.size()
+    if size == 1:
+        return
+    share = size * config.grpo.steps_per_generation
+    if config.prompts_per_step % share:
+        raise ValueError(
+            f"prompts_per_step is {config.prompts_per_step}; with {size} processes and steps_per_generation="
+            f"{config.grpo.steps_per_generation} it must be a multiple of {share}"
+        )
+    if config.engine == "vllm":
+        raise ValueError("engine is 'vllm'; with several processes only 'native' is supported")
+    if config.calibrates and config.recalibrate == "rollout":
+        raise ValueError("recalibrate is 'rollout', but each process saw another rollout; use 'every-step'")
 
 
 def stream(seed: int, purpose: str, step: int) -> int:

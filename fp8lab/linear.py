@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8lab import invariant
+from fp8lab.distributed import is_sharded
 from fp8lab.formats import round_bf16
 from fp8lab.operands import FP8, LinearPrecision
 from fp8lab.quantizers import BlockQuantizer, QuantizedTensor
@@ -84,8 +85,11 @@ class QuantizedCopy:
     _cache: QuantizedWeight | None
 
     def refresh(self) -> None:
-        """Quantize the current weight; call it after every change of the weight."""
-        self._cache = None if self.weight.is_meta else self.quantize()
+        """Quantize the current weight; call it after every change of the weight.
+
+        A sharded weight is quantized by the next forward, in which it is whole.
+        """
+        self._cache = None if self.weight.is_meta or is_sharded(self.weight) else self.quantize()
 
     def quantize(self) -> QuantizedWeight:
         """A quantized copy of the current weight."""

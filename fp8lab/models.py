@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp8lab.distributed import whole
 from fp8lab.tasks import data_dir
 
 
@@ -74,8 +75,13 @@ def load_tokenizer(name: str | Path):
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer by name, detached, tied ones once each name: what a refit carries."""
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    """Every parameter and persistent buffer by name, detached, tied ones once each name: what a refit carries.
+
+    Sharded ones are gathered, on every process.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    once = {id(tensor): whole(tensor.detach()) for tensor in tensors.values()}
+    return {name: once[id(tensor)] for name, tensor in tensors.items()}
 
 
 def merged(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +67,8 @@ class RunLog:
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # every line was flushed; what a full disk refused has raised before
+                file.close()
         self._files.clear()
         if self._lock is not None:
             self._lock.close()
@@ -84,18 +86,26 @@ class RunLog:
         path = self.folder / "environment.json"
         before, now = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, environment()
         changes = [
-            f"{key} {before[key]}" for key in ("torch_threads", "processor") if before.get(key, now[key]) != now[key]
+            f"{key} {before[key]}"
+            for key in ("torch_threads", "processes", "processor")
+            if before.get(key, now[key]) != now[key]
         ]
         old, new = before.get("packages", {}), now["packages"]
         changes += [f"{name} {old[name]}" for name in ("torch", "numba") if old.get(name, new[name]) != new[name]]
         return ", ".join(changes)
 
     def append(self, log: str, row: dict[str, Any]) -> None:
-        """Add a line to a log and flush it."""
-        if log not in self._files:
-            self._files[log] = open(self.folder / f"{log}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._files[log].write(json.dumps(row) + "\n")
-        self._files[log].flush()
+        """Add a line to a log and flush it; OSError says what to do about a full disk."""
+        path = self.folder / f"{log}.jsonl"
+        try:
+            if log not in self._files:
+                self._files[log] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            self._files[log].write(json.dumps(row) + "\n")
+            self._files[log].flush()
+        except OSError as error:
+            raise OSError(
+                f"cannot write {path}: {error.strerror}; make room or allow writing there, then resume the run"
+            ) from error
 
     def rewind(self, step: int) -> None:
         """Drop every log line after `step`, and torn lines.
@@ -129,7 +139,7 @@ class RunLog:
     def prune_checkpoints(self, keep: int = 2) -> None:
         """Delete all but the newest `keep` checkpoints, and what a killed save left behind."""
         for folder in sorted((self.folder / "checkpoints").glob("step-*"))[:-keep]:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
         for folder in (self.folder / "checkpoints").glob(".step-*.tmp-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -149,16 +159,30 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Write text so that a reader or a crash sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error.strerror}; make room or allow writing there") from error
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, if there is one, so that a crash never leaves a part of it under its name."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.tmp-old-{os.getpid()}")
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def environment() -> dict[str, Any]:
     """Versions, machine, threads and commit: what one needs to repeat a run."""
     import torch
+
+    from fp8lab import distributed
 
     packages = ("fp8lab", "torch", "transformers", "numpy", "numba", "datasets", "safetensors")
     versions = {}
@@ -173,6 +197,7 @@ def environment() -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
+        "processes": distributed.size(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "backend": "emulated",
         "commit": _commit(),

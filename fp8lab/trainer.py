@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8lab import corrections, diagnostics, invariant, sequence_metrics
+from fp8lab import corrections, diagnostics, distributed, invariant, sequence_metrics
 from fp8lab.conversion import convert
 from fp8lab.grpo import (
     GRPOConfig,
@@ -37,9 +37,10 @@ from fp8lab.grpo import (
     within_logprob_error,
 )
 from fp8lab.linear import real_tokens, refresh
-from fp8lab.models import forward, left_pad, load_model, load_tokenizer, quiet
+from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights, quiet
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
+from fp8lab.runlog import discard
 from fp8lab.routing import replay_routes, routes_at
 
 
@@ -72,12 +73,26 @@ class Trainer:
         if kernels == invariant.NAME:
             invariant.prepare(self.model)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
-        betas = (self.config.adam_beta1, self.config.adam_beta2)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, betas=betas, weight_decay=self.config.weight_decay)
+        self.optimizer = self._new_optimizer()
         self.updates, self.max_updates = 0, max_updates
         if self.config.lr_scheduler_type == "linear" and max_updates is None:
             raise ValueError("lr_scheduler_type 'linear' needs max_updates, the number of updates planned")
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        betas = (self.config.adam_beta1, self.config.adam_beta2)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(parameters, betas=betas, weight_decay=self.config.weight_decay)
+
+    def shard(self) -> None:
+        """Spread parameters, gradients and optimizer over the processes of torchrun (distributed.py), before the first
+        update.
+
+        From then on every process calls `score`, `step`, `save` and `load` with the same arguments, and they divide the
+        work.
+        """
+        distributed.shard(self.model)
+        self.optimizer = self._new_optimizer()
+        refresh(self.model)
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> torch.Tensor:
@@ -114,6 +129,8 @@ class Trainer:
         trainer_logprobs = torch.zeros_like(rollout.logprobs) if old is None else old
         for rows in self._minibatches(len(rewards)):
             self._update(rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals)
+        if old is None:
+            trainer_logprobs = distributed.add_up(trainer_logprobs)
         return self._metrics(rollout, rewards, mask, trainer_logprobs, totals)
 
     def _minibatches(self, size: int) -> Iterator[torch.Tensor]:
@@ -128,6 +145,7 @@ class Trainer:
         config = self.config
         weights = token_weights(mask[rows], config.loss_type, rollout.sampling.max_tokens)
         self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, float] = defaultdict(float)
         for part in self._micro_batches(len(rows), rollout):
             chosen = rows[part]
             use, g = mask[chosen], rollout.logprobs[chosen]
@@ -142,28 +160,33 @@ class Trainer:
             if reference is not None:
                 per_token = per_token + config.beta * reference_kl(logprobs, reference[chosen])
             loss = torch.where(use, per_token * weights[part], 0.0).sum()
-            self._require_finite("loss", loss)
+            self._require_finite("loss", distributed.add_up(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
-            totals["loss"] += loss.item()
-            totals["clipped"] += float((was_clipped & use).sum())
+            sums["loss"] += loss.item()
+            sums["clipped"] += float((was_clipped & use).sum())
             ratio = torch.where(use & g.isfinite(), current - g, 0.0).clamp(-20, 20).exp()
-            totals["entropy"] -= float((ratio * current)[use].sum())
+            sums["entropy"] -= float((ratio * current)[use].sum())
             for name, value in correction.statistics.items():
-                totals[name] += value
+                sums[name] += value
+        added = distributed.add_up(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+        for name, value in zip(sums, added, strict=True):
+            totals[name] += value
         totals["trained"] += float(mask[rows].sum())
         totals["updates"] += 1
         if not bool(weights.any()):
             totals["skipped_updates"] += 1
             return
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        norm = distributed.whole(nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm))
         self._require_finite("gradient norm", norm)
         totals["grad_norm"] += norm.item()
         self._optimizer_step()
 
     def _micro_batches(self, size: int, rollout: Rollout) -> Sequence[torch.Tensor]:
+        """Places, of `size` completions in whole groups, that this process works on, a forward's at a time."""
         group = rollout.sampling.n
-        return torch.arange(size).split(max(group, self.config.micro_batch_size // group * group))
+        own = distributed.share(torch.arange(size).view(-1, group)).flatten()
+        return own.split(max(group, self.config.micro_batch_size // group * group))
 
     def _correction(self, rollout_logprobs, trainer_logprobs, mask) -> corrections.Correction:
         config = self.config
@@ -197,8 +220,10 @@ class Trainer:
             )
 
     def _score(self, model: nn.Module, rollout: Rollout) -> torch.Tensor:
-        parts = self._micro_batches(len(rollout.tokens), rollout)
-        return torch.cat([completion_logprobs(model, rollout, rows) for rows in parts])
+        logprobs = torch.zeros_like(rollout.logprobs)
+        for rows in self._micro_batches(len(rollout.tokens), rollout):
+            logprobs[rows] = completion_logprobs(model, rollout, rows)
+        return distributed.add_up(logprobs)
 
     def _metrics(self, rollout, rewards, mask, trainer_logprobs, totals) -> dict[str, float]:
         report = diagnostics.mismatch(rollout.logprobs, trainer_logprobs, rollout.mask)
@@ -237,45 +262,63 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write model (Hugging Face format, float32), tokenizer and optimizer into `folder`, under a temporary name
-        first."""
+        first; OSError if that fails. Of several processes the first writes what all of them gather."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        weights, tensors = named_weights(self.model), {}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                tensors[f"{names[id(parameter)]}:{key}"] = distributed.whole(value.detach()).contiguous()
+        if distributed.rank() > 0:
+            return
         folder = Path(folder)
         temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         try:
+            temporary.mkdir(parents=True)
             with quiet():
-                self.model.save_pretrained(temporary)
+                self.model.save_pretrained(temporary, state_dict=weights)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(temporary)
-            tensors = {}
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            for parameter, state in self.optimizer.state.items():
-                for key, value in state.items():
-                    tensors[f"{names[id(parameter)]}:{key}"] = value.detach().contiguous()
             save_file(tensors, temporary / "optimizer.safetensors")
             (temporary / "trainer.json").write_text(json.dumps({"updates": self.updates}))
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
             os.replace(temporary, folder)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"cannot write the checkpoint {folder}: {error}; the ones before it are untouched") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def load(self, folder: str | Path) -> None:
-        """Continue from what `save` wrote, bit for bit; FileNotFoundError if something is missing."""
+        """Continue from what `save` wrote, bit for bit; FileNotFoundError if something is missing, ValueError if it
+        cannot be read, with the trainer as it was."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(folder)
         files = [folder / name for name in ("model.safetensors", "optimizer.safetensors", "trainer.json")]
         if missing := [p.name for p in files if not p.is_file()]:
             raise FileNotFoundError(f"{folder} is no trainer checkpoint: {', '.join(missing)} missing")
-        self.model.load_state_dict(load_file(files[0]), strict=self.model.config.tie_word_embeddings is False)
-        self.updates = json.loads(files[2].read_text())["updates"]
-        saved = load_file(files[1])
+        try:
+            with quiet():  # through transformers, which stores fused experts one by one
+                weights = named_weights(load_model(folder))
+            saved, updates = load_file(files[1]), json.loads(files[2].read_text())["updates"]
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"the checkpoint {folder} cannot be read: {error}; delete it to go on from the one before"
+            ) from error
+        own = self.model.state_dict(keep_vars=True)
+        self.model.load_state_dict({name: distributed.spread_like(weights[name], own[name]) for name in own})
+        self.updates = updates
         for name, parameter in self.model.named_parameters():
-            keys = [key for key in saved if key.rpartition(":")[0] == name]
-            if keys:
-                self.optimizer.state[parameter] = {key.rpartition(":")[2]: saved[key] for key in keys}
+            state = {key.rpartition(":")[2]: saved[key] for key in saved if key.rpartition(":")[0] == name}
+            if state:
+                self.optimizer.state[parameter] = {
+                    key: value if value.ndim == 0 else distributed.spread_like(value, parameter)
+                    for key, value in state.items()
+                }
         refresh(self.model)
 
 
@@ -294,7 +337,8 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     n, temperature = rollout.sampling.n, rollout.sampling.temperature
     tokens, start = rollout.tokens[rows], rollout.prompt_lengths[rows]
     lengths = rollout.lengths[rows] - start
-    longest = int(lengths.max())
+    of_all = int((rollout.lengths - rollout.prompt_lengths).max())
+    longest = max(int(lengths.max()), min(2, of_all))  # as many forwards on every process, or they wait for each other
     out = torch.zeros(tokens.shape)
     if longest == 0:
         return out

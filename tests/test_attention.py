@@ -291,6 +291,11 @@ def test_without_scales_it_refuses():
     assert model(tokens()).logits.isfinite().all()
 
 
+def test_rounded_p_over_dynamic_scales_is_refused_by_the_plan():
+    with pytest.raises(ValueError, match="use probabilities='bf16'"):
+        dataclasses.replace(FP8_ATTENTION, scales="per-token-head")
+
+
 def test_per_token_head_needs_no_scales():
     model = tiny_llama()
     expected = model(tokens()).logits

@@ -143,3 +143,20 @@ def test_07():
         (exercises.check_one_token(-1), "positive"),
     ):
         assert not wrong.ok and hint in wrong.message
+
+
+def test_04():
+    answer = solution("04_rollout")
+    logits = cells("04_rollout", "setup", "one")["logits"]
+    changed = {"1e-07": 0.01, "1e-06": 0.14, "1e-05": 1.4, "1e-04": 12.0, "5e-04": 45.0}
+    assert exercises.check_temperature(logits, answer["temperature"], low=0.60, high=0.65).ok
+    assert exercises.check_rate(changed, answer["learning_rate"], share=1.0).ok
+    for wrong, hint in (
+        (exercises.check_temperature(logits, 1.0, low=0.60, high=0.65), "cool down"),
+        (exercises.check_temperature(logits, 0.1, low=0.60, high=0.65), "warm up"),
+        (exercises.check_temperature(logits, 0, low=0.60, high=0.65), "above 0"),
+        (exercises.check_rate(changed, 1.0, share=1.0), "more codes"),
+        (exercises.check_rate(changed, 1e-9, share=1.0), "fewer codes"),
+        (exercises.check_rate(changed, "1e-5", share=1.0), "number"),
+    ):
+        assert not wrong.ok and hint in wrong.message

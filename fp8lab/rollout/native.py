@@ -38,6 +38,7 @@ from fp8lab.attention_scales import AttentionScales
 from fp8lab.conversion import convert
 from fp8lab.linear import refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, merged, named_weights
+from fp8lab.names import expert_tensors
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.decode import Decoder, unsupported
 from fp8lab.rollout.engine import (
@@ -81,6 +82,9 @@ class NativeEngine:
         self.conversion = convert(self.model, plan, side="rollout", kernels=kernels)
         self.decoder = self._decoder(forward)
         self._eos = eos_tokens(self.model.generation_config, tokenizer)
+        # Completions that have drawn the same tokens stand in one row until they part; not in a MoE, where
+        # routing.record_routes tells sequences apart by their rows.
+        self._share_prefixes = next(expert_tensors(self.model), None) is None
         self.refits = 0
         self._whole = True
         self._counts = {"sequences": 0, "tokens": 0, "prompt_tokens": 0, "kv_bytes": 0, "seconds": 0.0}
@@ -258,7 +262,10 @@ class NativeEngine:
             if step + 1 == sampling.max_tokens or len(going) == 0:
                 break
             active, position = active[going], position[going]
-            prefixes, rows = (rows[going] * vocabulary + new[going]).unique(return_inverse=True)
+            if self._share_prefixes:
+                prefixes, rows = (rows[going] * vocabulary + new[going]).unique(return_inverse=True)
+            else:
+                prefixes, rows = rows[going] * vocabulary + new[going], torch.arange(len(going))
             cache.select(prefixes // vocabulary)
             self._counts["kv_bytes"] = max(self._counts["kv_bytes"], cache.nbytes)
             at = position.new_empty(len(prefixes)).index_copy_(0, rows, position)

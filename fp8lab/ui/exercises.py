@@ -8,12 +8,16 @@ computes what it judges; it does not compare with a stored answer.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fp8lab import diagnostics
 from fp8lab.formats import E4M3, get_format
+from fp8lab.linear import float8_layers
+from fp8lab.precision import PrecisionPlan
 from fp8lab.quantizers import BlockQuantizer, quantization_error
 from fp8lab.ui.lessons import Verdict
 
@@ -215,3 +219,102 @@ def check_rate(changed: Mapping[str, float], rate: Any, share: float) -> Verdict
     if abs(math.log10(rate) - found) <= 0.5:
         return Verdict(True, f"about {10**found:.1e} changes {share:g} % of the codes.")
     return Verdict(False, f"{rate:.1e} changes {'more' if math.log10(rate) > found else 'fewer'} codes than that")
+
+
+def check_hidden_gap(differences: Any) -> Verdict:
+    """06: differences d of tokens whose k1 vanishes though the engines disagree by more than 20 %."""
+    try:
+        d = torch.tensor(differences, dtype=torch.float64).reshape(1, -1)
+        report = diagnostics.mismatch(torch.zeros_like(d), d, torch.ones_like(d, dtype=torch.bool))
+    except (TypeError, ValueError, RuntimeError):
+        return Verdict(False, f"{differences!r} is no list of numbers")
+    if not report.tokens or report.nonfinite_tokens:
+        return Verdict(False, f"{differences!r} needs at least one token, and all of them finite")
+    k1 = -d.mean().item()
+    if abs(k1) > 0.005:
+        return Verdict(False, f"k1 is {k1:+.3f}: it is the mean of -d, so what must the differences add up to?")
+    if report.token_mult_prob_error <= 1.2:
+        return Verdict(
+            False, f"k1 is {k1:+.3f}, but the engines disagree by {report.token_mult_prob_error - 1:.1%}; be bolder"
+        )
+    return Verdict(True, f"k1 {k1:+.3f}, token_mult_prob_error {report.token_mult_prob_error:.2f}: errors cancelled.")
+
+
+def check_scatter(sigma: Any) -> Verdict:
+    """06: the standard deviation of a Gaussian d at which token_mult_prob_error, E exp(|d|), is 1.05."""
+    if not isinstance(sigma, int | float) or not 0 < sigma < 5:
+        return Verdict(False, f"{sigma!r} is no standard deviation in nats")
+
+    def error(s: float) -> float:
+        return math.exp(s * s / 2) * (1 + math.erf(s / math.sqrt(2)))
+
+    if error(sigma / 1.05) <= 1.05 <= error(sigma * 1.05):
+        return Verdict(True, f"and k3 is then about {sigma**2 / 2:.1e}: above 1e-3, where the other limit stands.")
+    hint = "for small d, exp(|d|) is about 1 + |d|, and a Gaussian's mean |d| is 0.8 sigma"
+    return Verdict(False, f"at {sigma:g} token_mult_prob_error is {error(sigma):.3f}; {hint}")
+
+
+def hide_fault(engine: Any, seed: int) -> Any:
+    """06: the engine, with the scales of one module of its model off by 2 %."""
+    layers = dict(float8_layers(engine.model))
+    name = random.Random(seed).choice(sorted(layers))
+    with torch.no_grad():
+        layers[name].weight.mul_(1.02)
+    layers[name].refresh()
+    return engine
+
+
+def check_culprit(trainer_model: torch.nn.Module, rollout_model: torch.nn.Module, name: Any) -> Verdict:
+    """06: the module whose bytes are not those that the trainer's weights give."""
+    names = [name for name, _ in float8_layers(rollout_model)]
+    if name not in names:
+        return Verdict(False, f"the engine has no linear layer {name!r}; one of them is {names[0]!r}")
+    found = diagnostics.stale_layers(trainer_model, rollout_model)
+    if name in found:
+        return Verdict(True, f"{name}: {found[name]}.")
+    return Verdict(False, f"{name} holds the trainer's bytes; no need to guess, a function compares all of them")
+
+
+def check_set(table: Any, plan: Any, left: float, whole: float, *, budget: float, least: float) -> Verdict:
+    """09: a plan that keeps at most `budget` of the FLOPs in BF16 in the rollout and removes at least `least` of k3.
+
+    table: of `attribute`, by module; left, whole: k3 under the plan, and with everything in FP8.
+    """
+    if not isinstance(plan, PrecisionPlan) or not plan.rollout.linear.is_fp8 or plan.trainer.linear.is_fp8:
+        return Verdict(False, "that is no plan with FP8 in the rollout only; start from the preset 'fp8-rollout'")
+    layers = 1 + int(table["layer"].max())
+    kept = [not plan.decide(name, "rollout", layers).precision.is_fp8 for name in table["name"]]
+    share, removed = float(table["flops_share"][kept].sum()), 1 - left / whole
+    if share > budget + 1e-9:
+        return Verdict(False, f"{share:.0%} of the FLOPs are in BF16, {budget:.0%} allowed; attention is cheap here")
+    if removed < least:
+        hint = "which modules have most k3 for their FLOPs? The table has both columns"
+        return Verdict(False, f"{removed:.0%} of k3 is gone for {share:.0%} of the FLOPs, {least:.0%} asked for: {hint}")
+    return Verdict(True, f"{removed:.0%} of k3 is gone for {share:.0%} of the FLOPs.")
+
+
+def check_forecast(table: Any, kind: str, share: Any, removed: float) -> Verdict:
+    """09: the share of k3 that modules of one kind make if k3 adds up; removed: what was measured."""
+    expected = float(table["in_k3"][table["name"].str.endswith(kind)].sum() / table["in_k3"].sum())
+    if not isinstance(share, int | float):
+        return Verdict(False, f"{share!r} is no share; give a number from 0 to 1")
+    if abs(share - expected) <= 0.02:
+        return Verdict(True, f"the table forecasts {expected:.0%}; measured: {removed:.0%} of k3 is gone.")
+    if abs(share - 100 * expected) <= 2:
+        return Verdict(False, "the number is right as a percentage; give a share from 0 to 1")
+    return Verdict(False, f"{share:g} is not it: add `in_k3` over the rows of that kind, divide by the sum of all rows")
+
+
+def check_even(plan: Any, gap: float) -> Verdict:
+    """09: FP8 end to end with all of layer 0 in BF16, and no gap between the sides; gap: mean |d|."""
+    if not isinstance(plan, PrecisionPlan):
+        return Verdict(False, f"the plan is a {type(plan).__name__}; start from PrecisionPlan.preset('fp8-e2e')")
+    for side in ("rollout", "trainer"):
+        fp8 = [plan.decide(f"model.layers.{i}.mlp.up_proj", side, 4).precision.is_fp8 for i in range(4)]
+        if fp8[0]:
+            return Verdict(False, f"layer 0 is still in FP8 on the {side} side; with_bf16 takes side='both', too")
+        if not all(fp8[1:]):
+            return Verdict(False, f"later layers have left FP8 on the {side} side; only layer 0 was asked for")
+    if gap:
+        return Verdict(False, f"the sides disagree by {gap:.1e} nats: some module is rounded on one side only")
+    return Verdict(True, "both sides round alike, so protecting a layer costs no mismatch.")
