@@ -1,11 +1,11 @@
-"""The three-arm study behind the numbers the course shows: BF16, FP8 rollout only, FP8 end to end, over many seeds.
+"""The many-seed studies behind the numbers that the course shows.
 
-    python data/evidence.py                 (or: make evidence)
+    python data/evidence.py [STUDY ...]     (or: make evidence)
 
-runs what is missing under data/evidence/three-arms/ and writes data/evidence/three-arms.json. The regime (learning
-rate, schedule, prompts per step) was chosen with seed 0 alone and then frozen; the seeds here, 1 and up, were not
-looked at before. Stopped or killed, the same command goes on. Checkpoints are deleted once a run is finished; its
-config, logs and environment are what is shipped.
+runs what is missing under data/evidence/STUDY/ and writes data/evidence/STUDY.json. Regimes (learning rate, schedule,
+prompts per step) were chosen with seed 0 alone and then frozen; the seeds here, 1 and up, were not looked at before.
+data/evidence/README.md lists every regime that was tried. Stopped or killed, the same command goes on. Checkpoints are
+deleted once a run is finished; its config, logs and environment are what is shipped.
 """
 
 from __future__ import annotations
@@ -15,38 +15,76 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fp8lab.compare import compare
+from fp8lab.experiment import ExperimentConfig
 from fp8lab.recipes import load_recipe
 from fp8lab.runlog import write_atomically
-from fp8lab.sweep import final_metrics, interval, is_finished, paired_difference, run_folder, sweep
+from fp8lab.sweep import is_finished, run_folder, sweep
 
 HERE = Path(__file__).resolve().parent / "evidence"
-ARMS = ("bf16", "fp8-rollout", "fp8-e2e")
-MARGIN = 0.03
-"""Equivalence margin in accuracy, fixed before the study (issue 2)."""
 
 
-def summarize(folder: Path) -> dict:
-    """Means with intervals per arm, and paired differences to BF16, over the finished runs in `folder`."""
-    rows = final_metrics(sorted(p.parent for p in folder.glob("*/config.json") if is_finished(p.parent)))
-    keys = [key for key in rows[0] if key not in ("name", "seed")]
-    by = {arm: {key: {r["seed"]: r[key] for r in rows if r["name"] == arm} for key in keys} for arm in ARMS}
-    arms = {
-        arm: {key: dataclasses.asdict(interval(list(values.values()))) for key, values in by[arm].items()}
-        for arm in ARMS
-    }
-    differences = {}
-    for arm in ARMS[1:]:
-        accuracy = paired_difference(by[arm]["accuracy_last"], by["bf16"]["accuracy_last"])
-        mismatch = paired_difference(by[arm]["token_mult_prob_error"], by["bf16"]["token_mult_prob_error"])
-        differences[f"{arm} - bf16"] = {
-            "accuracy_last": dataclasses.asdict(accuracy),
-            "equivalent_within_margin": accuracy.within(MARGIN),
-            "token_mult_prob_error": dataclasses.asdict(mismatch),
-        }
-    seeds = sorted({row["seed"] for row in rows})
-    return {"margin": MARGIN, "seeds": seeds, "backend": "emulated", "arms": arms, "paired_differences": differences}
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms over seeds 1..seeds; everything not named here is the recipe's."""
+
+    about: str
+    arms: Sequence[tuple[str, str, dict[str, Any]]]
+    """(name, recipe, changes of grpo) of each arm."""
+    seeds: int
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Changes of the ExperimentConfig, for all arms."""
+    grpo: dict[str, Any] = field(default_factory=dict)
+    """Changes of the GRPOConfig, for all arms."""
+
+    def configs(self, seeds: Sequence[int]) -> list[ExperimentConfig]:
+        """The runs, seed by seed."""
+        found = []
+        for seed in seeds:
+            for name, recipe, changes in self.arms:
+                config = load_recipe(recipe)
+                grpo = dataclasses.replace(config.grpo, **self.grpo | changes)
+                found.append(dataclasses.replace(config, name=name, seed=seed, grpo=grpo, **self.changes))
+        return found
+
+
+STRESSED = {"steps": 60, "prompts_per_step": 64, "allow_uncorrected_fp8_rollout": True}
+OFF_POLICY = {"steps_per_generation": 4, "learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup"}
+STUDIES = {
+    "three-arms": Study(
+        about="BF16, FP8 in the rollout only, FP8 end to end, with importance sampling",
+        arms=[(arm, arm, {}) for arm in ("bf16", "fp8-rollout", "fp8-e2e")],
+        seeds=10,
+    ),
+    "kv": Study(
+        about="FP8 KV cache and attention in the rollout, against FP8 linears alone",
+        arms=[(arm, arm, {}) for arm in ("fp8-e2e", "fp8-e2e-kv")],
+        seeds=5,
+    ),
+    "stressed": Study(
+        about="four updates per rollout and a constant learning rate; FP8 in the rollout with and without correction",
+        arms=[
+            ("bf16", "bf16", {"importance_sampling": "none"}),
+            ("fp8-e2e", "fp8-e2e", {"importance_sampling": "none"}),
+            ("fp8-rollout, no correction", "fp8-rollout", {"importance_sampling": "none"}),
+            ("fp8-rollout, tis", "fp8-rollout", {"importance_sampling": "tis"}),
+        ],
+        seeds=5,
+        changes=STRESSED,
+        grpo=OFF_POLICY,
+    ),
+    "moe": Study(
+        about="the three arms on the tiny MoE model, experts in FP8",
+        arms=[(arm, arm, {}) for arm in ("bf16", "fp8-rollout", "fp8-e2e")],
+        seeds=5,
+        changes={"model": "tiny-qwen3-moe", "steps": 40, "prompts_per_step": 64},
+    ),
+}
 
 
 def table(summary: dict) -> str:
@@ -57,11 +95,11 @@ def table(summary: dict) -> str:
 
     lines = [
         f"| {len(summary['seeds'])} seeds, mean [95 % interval] | accuracy before | accuracy after | "
-        "after, minus BF16 (paired) | `token_mult_prob_error`, steps 1-30 | last 10 steps |",
+        f"after, minus {summary['base'].upper()} (paired) | `token_mult_prob_error`, steps 1-30 | last 10 steps |",
         "|---|---|---|---|---|---|",
     ]
     for arm, values in summary["arms"].items():
-        difference = summary["paired_differences"].get(f"{arm} - bf16")
+        difference = summary["paired_differences"].get(f"{arm} - {summary['base']}")
         cells = [text(values["accuracy_first"], 3), text(values["accuracy_last"], 3)]
         cells += [text(difference["accuracy_last"], 4) if difference else ""]
         cells += [text(values[f"token_mult_prob_error_{part}"], 4) for part in ("first_30", "last_10")]
@@ -76,35 +114,50 @@ def write_readme(summary: dict, readme: Path) -> None:
     write_atomically(readme, f"{before}<!-- measured -->\n{table(summary)}\n<!-- end measured -->{after}")
 
 
-def main() -> int:
-    """Run the study; returns 1 if a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10, help="seeds 1..N (default 10)")
-    parser.add_argument("--workers", type=int, default=2, help="processes, one CPU thread each (default 2)")
-    parser.add_argument("--out", type=Path, default=HERE / "three-arms", help="folder of the runs")
-    arguments = parser.parse_args()
+def run_study(name: str, seeds: Sequence[int], workers: int, out: Path) -> bool:
+    """Bring one study to its end, write its summary and print its table; False if a run failed."""
     from tqdm import tqdm
 
-    configs = [dataclasses.replace(load_recipe(arm), seed=s) for s in range(1, arguments.seeds + 1) for arm in ARMS]
-    with tqdm(total=len(configs), unit="run") as bar:
+    configs = STUDIES[name].configs(seeds)
+    with tqdm(total=len(configs), unit="run", desc=name) as bar:
 
         def on_done(folder: str, error: str | None) -> None:
             bar.update()
             bar.write(f"{folder}: {error or 'finished'}")
 
-        failed = sweep(configs, arguments.out, workers=arguments.workers, on_done=on_done)
+        failed = sweep(configs, out, workers=workers, on_done=on_done)
     for config in configs:
-        folder = run_folder(arguments.out, config)
+        folder = run_folder(out, config)
         if is_finished(folder):
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            (folder / "samples.jsonl").unlink(missing_ok=True)
-            (folder / ".lock").unlink(missing_ok=True)
-    summary = summarize(arguments.out)
-    write_atomically(arguments.out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
-    if arguments.out == HERE / "three-arms":
+            for extra in ("samples.jsonl", ".lock"):
+                (folder / extra).unlink(missing_ok=True)
+    found = compare([out])
+    summary = {"about": STUDIES[name].about, **found, "unfinished": [Path(p).name for p in found["unfinished"]]}
+    write_atomically(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
+    if out == HERE / "three-arms":
         write_readme(summary, HERE.parent.parent / "README.md")
     print(table(summary))
-    return 1 if failed else 0
+    return not failed
+
+
+def main() -> int:
+    """Run studies; returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(STUDIES)} (default: all)")
+    parser.add_argument("--seeds", type=int, help="seeds 1..N (default: each study's)")
+    parser.add_argument("--pilot", action="store_true", help="seed 0 alone, into a folder of its own")
+    parser.add_argument("--workers", type=int, default=2, help="processes, one CPU thread each (default 2)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the studies")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.studies) - set(STUDIES)):
+        parser.error(f"no study {unknown[0]!r}; allowed: {', '.join(STUDIES)}")
+    fine = True
+    for name in arguments.studies or STUDIES:
+        seeds = [0] if arguments.pilot else range(1, 1 + (arguments.seeds or STUDIES[name].seeds))
+        out = arguments.out / (f"{name}-pilot" if arguments.pilot else name)
+        fine = run_study(name, seeds, arguments.workers, out) and fine
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

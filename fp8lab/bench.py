@@ -1,6 +1,6 @@
 """Paired benchmarks: ours beside what one would compare it with, interleaved in one run on one machine.
 
-    python -m fp8lab bench quantize | linear [--json]
+    python -m fp8lab bench quantize | linear | rollout | step | all [--json]      (the last two: bench_loop.py)
 
 A laptop's clock is not steady and other programs run, so absolute times mean little. Each round times every candidate
 once, in turn; what is reported is the median over rounds of each candidate's *ratio to the baseline of the same
@@ -11,6 +11,7 @@ the speed of FP8 hardware.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,18 +27,24 @@ from fp8lab.quantizers import BlockQuantizer, quantization_error
 
 
 def paired(
-    candidates: Mapping[str, Callable[[], Any]], baseline: str, *, rounds: int = 9, per: int = 1
+    candidates: Mapping[str, Callable[[], Any]],
+    baseline: str,
+    *,
+    rounds: int = 9,
+    per: int = 1,
+    clock: Callable[[str, Callable[[], Any]], float] | None = None,
 ) -> list[dict[str, Any]]:
     """Time candidates in turn; one row each.
 
     Rows: `name`, `first_call_s`, `best_ns` (per unit of `per` elements), `ratio` (median of time / baseline's time in
-    the same round) with `ratio_low` and `ratio_high` (quartiles).
+    the same round) with `ratio_low` and `ratio_high` (quartiles). clock(name, call) -> seconds: another way to time a call.
     """
-    first = {name: _seconds(call) for name, call in candidates.items()}
+    seconds = clock or (lambda name, call: _seconds(call))
+    first = {name: seconds(name, call) for name, call in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
-            times[name].append(_seconds(call))
+            times[name].append(seconds(name, call))
     rows = []
     for name, values in times.items():
         ratios = [a / b for a, b in zip(values, times[baseline], strict=True)]
@@ -89,7 +96,7 @@ def bench_quantize(size: int = 4096, rounds: int = 9) -> dict[str, Any]:
     goals.append(goal("longest first call of a kernel, s", max(row["first_call_s"] for row in ours.values()), 3.0))
     result = {"bench": "quantize", "shape": [size, size], "unit": "ns/element", "baseline": "copy", "rows": rows}
     result |= {"goals": goals, "kernels_compiled": compiled}
-    return result | _machine([f"torchao's emulation was not measured: {why_not}"] if torchao is None else [])
+    return result | machine([f"torchao's emulation was not measured: {why_not}"] if torchao is None else [])
 
 
 def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) ->
     goals = [goal("FP8 forward, cached weight, times float32", ratio["fp8lab FP8, forward"], 1.15)]
     goals.append(goal("FP8 forward + backward, times float32", ratio["fp8lab FP8, forward + backward"], 1.4))
     result = {"bench": "linear", "shape": [m, k, n], "unit": "ns", "baseline": "float32 nn.Linear"}
-    return result | {"rows": forward_rows + backward_rows, "goals": goals, "sqnr_db": gemm_sqnr()} | _machine([])
+    return result | {"rows": forward_rows + backward_rows, "goals": goals, "sqnr_db": gemm_sqnr()} | machine([])
 
 
 def gemm_sqnr(m: int = 512, k: int = 1024, n: int = 768) -> dict[str, float]:
@@ -151,7 +158,11 @@ def gemm_sqnr(m: int = 512, k: int = 1024, n: int = 768) -> dict[str, float]:
     return decibels | {name: quantization_error(exact[name], found[name].double())["sqnr_db"] for name in exact}
 
 
-BENCHES = {"quantize": bench_quantize, "linear": bench_linear}
+def benches() -> dict[str, Callable[..., dict[str, Any]]]:
+    """Name -> benchmark; each takes `rounds`."""
+    from fp8lab.bench_loop import bench_rollout, bench_step
+
+    return {"quantize": bench_quantize, "linear": bench_linear, "rollout": bench_rollout, "step": bench_step}
 
 
 def as_text(result: dict[str, Any]) -> str:
@@ -168,7 +179,9 @@ def as_text(result: dict[str, Any]) -> str:
         )
     for met in result["goals"]:
         verdict = "met" if met["met"] else "missed"
-        lines.append(f"goal {verdict}: {met['goal']}: {met['measured']:.2f}, at most {met['limit']:g}")
+        lines.append(f"goal {verdict}: {met['goal']}: {met['measured']:.2f}, at most {met['limit']:.3g}")
+        lines += [f"    {line}" for line in result.get("profiles", {}).get(met["goal"], [])]
+    lines += result.get("facts", [])
     if "kernels_compiled" in result:
         lines.append(f"kernels compiled in this run: {result['kernels_compiled']} (0: all came from the cache)")
     if "sqnr_db" in result:
@@ -182,9 +195,11 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _machine(not_measured: list[str]) -> dict[str, Any]:
+def machine(not_measured: list[str]) -> dict[str, Any]:
+    """What a result says of where it was measured, and of what was not."""
     return {"backend": "emulated", "threads": torch.get_num_threads(), "torch": torch.__version__} | {
-        "not_measured": not_measured
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "not_measured": not_measured,
     }
 
 

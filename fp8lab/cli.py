@@ -86,8 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", type=int, default=2048, help="tokens to look at (default 2048)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     cli_sweep.register(add)
-    command = add("bench", _bench, "Time quantizers or a linear layer against what one would compare them with.")
-    command.add_argument("what", choices=["quantize", "linear", "all"])
+    command = add("gpu-check", _gpu_check, "Are the FP8 kernels of this GPU right, and how fast? Under 6 minutes.")
+    command.add_argument("--out", type=Path, required=True, help="folder for gpu-check.json and gpu-check.md")
+    command.add_argument("--dry", action="store_true", help="prove the script on a CPU: small shapes, emulated")
+    command = add("bench", _bench, "Time quantizers, a linear layer, rollouts or steps against their peers.")
+    command.add_argument("what", choices=["quantize", "linear", "rollout", "step", "all"])
     command.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
@@ -120,16 +123,25 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
-    from fp8lab.bench import BENCHES, as_text
+    from fp8lab.bench import as_text, benches
 
     if arguments.rounds < 2:
         raise ValueError(f"--rounds is {arguments.rounds}; quartiles need at least 2")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    chosen = list(BENCHES) if arguments.what == "all" else [arguments.what]
-    results = [BENCHES[name](rounds=arguments.rounds) for name in chosen]
+    known = benches()
+    chosen = list(known) if arguments.what == "all" else [arguments.what]
+    results = [known[name](rounds=arguments.rounds) for name in chosen]
     print(json.dumps(results, indent=1) if arguments.json else "\n\n".join(map(as_text, results)))
     return 0
+
+
+def _gpu_check(arguments: argparse.Namespace) -> int:
+    from fp8lab.gpucheck import as_markdown, gpu_check
+
+    report = gpu_check(arguments.out, dry=arguments.dry)
+    print(json.dumps(report, indent=1) if arguments.json else as_markdown(report))
+    return int(not report["ok"])
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

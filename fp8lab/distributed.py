@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,7 +66,7 @@ def rank() -> int:
 
 
 def share(items: Items) -> Items:
-    """This process's part of a sequence, in order; ValueError if they cannot have equally many."""
+    """This process's part of a sequence, in order; ValueError if not all processes can have equally many."""
     if len(items) % size():
         raise ValueError(f"{len(items)} prompts do not split evenly over {size()} processes; choose a multiple")
     each = len(items) // size()
@@ -123,6 +124,8 @@ def shard(model: nn.Module) -> None:
         if layer_index(name) is not None and layer_index(name.rpartition(".")[0]) is None:
             fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    # Logits are a view of the head's output; nothing here changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows sums alone

@@ -104,10 +104,14 @@ def left_pad(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def forward(model: nn.Module, tokens, attention, positions, cache, **kwargs) -> torch.Tensor:
-    """Logits (B, T, V) of tokens (B, T) that follow what `cache` holds; attention: (B, cached + T); the cache grows."""
+    """Logits (B, T, V) of tokens (B, T) that follow what `cache` holds; attention: (B, cached + T); the cache grows.
+
+    The model may be on another device: rollouts and logits stay where the tokens are."""
     kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)  # peft passes arguments through
     arguments = {"attention_mask": attention, "position_ids": positions, _cache_argument(kind): cache}
-    return model(input_ids=tokens, use_cache=True, **arguments, **kwargs).logits
+    device = next(model.parameters()).device
+    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    return model(input_ids=tokens.to(device), use_cache=True, **arguments, **kwargs).logits.to(tokens.device)
 
 
 @functools.cache

@@ -40,8 +40,8 @@ from fp8lab.linear import real_tokens, refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights, quiet
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
-from fp8lab.runlog import discard
 from fp8lab.routing import replay_routes, routes_at
+from fp8lab.runlog import discard
 
 
 class NonFiniteLossError(FloatingPointError):

@@ -1,19 +1,22 @@
-"""The shipped study: its summary follows from its runs, the README's table from the summary."""
+"""The shipped studies: each summary follows from its runs, the README's table from the summary."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 STUDY = ROOT / "data" / "evidence" / "three-arms"
+STUDIES = sorted(p.parent for p in (ROOT / "data" / "evidence").glob("*/*-s1") if p.is_dir())
+STUDIES = [folder for folder in dict.fromkeys(STUDIES) if folder.with_suffix(".json").is_file()]
 
 
 @pytest.fixture(scope="module")
 def evidence():
     spec = importlib.util.spec_from_file_location("evidence", ROOT / "data" / "evidence.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["evidence"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -23,8 +26,13 @@ def summary():
     return json.loads(STUDY.with_suffix(".json").read_text())
 
 
-def test_the_summary_follows_from_the_shipped_runs(evidence, summary):
-    again = json.loads(json.dumps(evidence.summarize(STUDY)))
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_the_summary_follows_from_the_shipped_runs(evidence, folder):
+    summary = json.loads(folder.with_suffix(".json").read_text())
+    study = evidence.STUDIES[folder.name]
+    again = json.loads(json.dumps({"about": study.about, **evidence.compare([folder])}))
+    assert summary["seeds"] == list(range(1, 1 + study.seeds)) and not summary["unfinished"]
+    assert set(summary["arms"]) == {name for name, _, _ in study.arms}
 
     def compare(a, b):
         assert type(a) is type(b)

@@ -10,7 +10,8 @@ import nbformat
 import pytest
 import torch
 
-from fp8lab.precision import LinearPrecision
+from fp8lab.conversion import convert
+from fp8lab.precision import LinearPrecision, PrecisionPlan
 from fp8lab.ui import exercises
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,5 +159,64 @@ def test_04():
         (exercises.check_rate(changed, 1.0, share=1.0), "more codes"),
         (exercises.check_rate(changed, 1e-9, share=1.0), "fewer codes"),
         (exercises.check_rate(changed, "1e-5", share=1.0), "number"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_06():
+    from fp8lab.models import load_model, load_tokenizer
+    from fp8lab.rollout import NativeEngine
+
+    answer = solution("06_mismatch")
+    assert exercises.check_hidden_gap(answer["differences"]).ok and exercises.check_scatter(answer["sigma"]).ok
+    model, tokenizer = load_model("tiny-llama"), load_tokenizer("tiny-llama")
+    convert(model, PrecisionPlan.preset("fp8-rollout"), side="trainer")
+    engine = NativeEngine(model, PrecisionPlan.preset("fp8-rollout"), tokenizer=tokenizer)
+    culprit = lambda name: exercises.check_culprit(model, engine.model, name)  # noqa: E731
+    assert not culprit(answer["name"]).ok, "nothing is hidden yet"
+    exercises.hide_fault(engine, seed=8)
+    assert culprit(answer["name"]).ok
+    for wrong, hint in (
+        (exercises.check_hidden_gap([0.05, -0.01, 0.02, 0.0]), "add up"),
+        (exercises.check_hidden_gap([0.1, -0.1]), "bolder"),
+        (exercises.check_hidden_gap([]), "at least one"),
+        (exercises.check_hidden_gap([float("nan")]), "finite"),
+        (exercises.check_hidden_gap("a lot"), "no list"),
+        (exercises.check_scatter(0.05), "0.8 sigma"),
+        (exercises.check_scatter(0.07), "0.8 sigma"),
+        (exercises.check_scatter(-1), "standard deviation"),
+        (culprit("model.layers.0.mlp.up_proj"), "compares all"),
+        (culprit("lm_head"), "no linear layer"),
+        (culprit(None), "no linear layer"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_09(monkeypatch):
+    monkeypatch.setenv("FP8LAB_FAST", "1")
+    answer = solution("09_layer_fallback")
+    more = cells("09_layer_fallback", "setup", "plan", "sample", "measure", "exact-table")
+    table, measure, plan, whole = more["table"], more["measure"], more["plan"], more["whole"].gen_kl_error
+    limits = {"budget": 0.15, "least": 0.4}
+    k3 = lambda plan: measure(plan).gen_kl_error  # noqa: E731
+    assert exercises.check_set(table, answer["mine"], k3(answer["mine"]), whole, **limits).ok
+    assert exercises.check_forecast(table, "o_proj", answer["share"](table), 0.3).ok
+    assert exercises.check_even(answer["even"], measure(answer["even"]).mean_abs_difference).ok
+    last, first = (plan.with_bf16(side="rollout", **{end: 1}) for end in ("last", "first"))
+    small = plan.with_bf16(modules=["model.layers.3.mlp.down_proj"], side="rollout")
+    e2e = PrecisionPlan.preset("fp8-e2e")
+    for wrong, hint in (
+        (exercises.check_set(table, last, k3(last), whole, **limits), "15% allowed"),
+        (exercises.check_set(table, small, k3(small), whole, **limits), "for their FLOPs"),
+        (exercises.check_set(table, e2e, 0.0, whole, **limits), "rollout only"),
+        (exercises.check_set(table, "bf16", 0.0, whole, **limits), "rollout only"),
+        (exercises.check_forecast(table, "o_proj", 0.0, 0.3), "add `in_k3`"),
+        (exercises.check_forecast(table, "o_proj", 100 * answer["share"](table), 0.3), "percentage"),
+        (exercises.check_forecast(table, "o_proj", None, 0.3), "number"),
+        (exercises.check_even(e2e.with_bf16(first=1, side="trainer"), 0.02), "rollout side"),
+        (exercises.check_even(e2e.with_bf16(modules=["model.layers.0.mlp.up_proj"]), 0.0), "not all"),
+        (exercises.check_even(e2e.with_bf16(first=2), 0.0), "later layers"),
+        (exercises.check_even(e2e.with_bf16(first=1), 0.02), "one side only"),
+        (exercises.check_even(first.to_dict(), 0.0), "start from"),
     ):
         assert not wrong.ok and hint in wrong.message

@@ -100,6 +100,7 @@ class KVCache:
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows, in this order; a row named several times is copied."""
+        rows = rows.to(self.row.device)
         for layer in self.buffers:
             for buffers in layer.values():
                 for field, old in enumerate(buffers):
@@ -140,7 +141,7 @@ class Decoder:
         config, base = model.config, model.model
         self.head_dim = base.layers[0].self_attn.head_dim
         self.heads = config.num_key_value_heads
-        positions = torch.arange(config.max_position_embeddings)[None]
+        positions = torch.arange(config.max_position_embeddings, device=base.embed_tokens.weight.device)[None]
         cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], position_ids=positions)
         self.cos, self.sin = cos[0], sin[0]
 
@@ -151,11 +152,13 @@ class Decoder:
         device = base.embed_tokens.weight.device
         cache = self.cache_type(len(base.layers), len(prompts), self.heads, columns, self.head_dim, device)
         positions = torch.arange(prompts.shape[1], device=device).expand_as(prompts)
-        return self._forward(prompts, positions, cache, lengths - 1), cache
+        last = (lengths - 1).to(device)
+        return self._forward(prompts.to(device), positions, cache, last).to(prompts.device), cache
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Logits (R, V) after one more token (R,) at its position (R,) in every row of the cache."""
-        return self._forward(tokens[:, None], positions[:, None], cache, torch.zeros_like(positions))
+        new, at = tokens[:, None].to(cache.row.device), positions[:, None].to(cache.row.device)
+        return self._forward(new, at, cache, torch.zeros_like(at[:, 0])).to(tokens.device)
 
     def _forward(self, tokens, positions, cache: KVCache, last: torch.Tensor) -> torch.Tensor:
         """tokens, positions: (R, T); logits (R, V) float32 after token last[r] of each row; the cache grows."""

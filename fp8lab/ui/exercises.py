@@ -256,7 +256,7 @@ def check_scatter(sigma: Any) -> Verdict:
 
 def hide_fault(engine: Any, seed: int) -> Any:
     """06: the engine, with the scales of one module of its model off by 2 %."""
-    layers = dict(float8_layers(engine.model))
+    layers = {name: layer for name, layer in float8_layers(engine.model) if layer.precision.is_fp8}
     name = random.Random(seed).choice(sorted(layers))
     with torch.no_grad():
         layers[name].weight.mul_(1.02)
@@ -289,7 +289,9 @@ def check_set(table: Any, plan: Any, left: float, whole: float, *, budget: float
         return Verdict(False, f"{share:.0%} of the FLOPs are in BF16, {budget:.0%} allowed; attention is cheap here")
     if removed < least:
         hint = "which modules have most k3 for their FLOPs? The table has both columns"
-        return Verdict(False, f"{removed:.0%} of k3 is gone for {share:.0%} of the FLOPs, {least:.0%} asked for: {hint}")
+        return Verdict(
+            False, f"{removed:.0%} of k3 is gone for {share:.0%} of the FLOPs, {least:.0%} asked for: {hint}"
+        )
     return Verdict(True, f"{removed:.0%} of k3 is gone for {share:.0%} of the FLOPs.")
 
 
@@ -310,11 +312,16 @@ def check_even(plan: Any, gap: float) -> Verdict:
     if not isinstance(plan, PrecisionPlan):
         return Verdict(False, f"the plan is a {type(plan).__name__}; start from PrecisionPlan.preset('fp8-e2e')")
     for side in ("rollout", "trainer"):
-        fp8 = [plan.decide(f"model.layers.{i}.mlp.up_proj", side, 4).precision.is_fp8 for i in range(4)]
-        if fp8[0]:
-            return Verdict(False, f"layer 0 is still in FP8 on the {side} side; with_bf16 takes side='both', too")
-        if not all(fp8[1:]):
+        fp8 = [[plan.decide(name, side, 4).precision.is_fp8 for name in _linears_of(i)] for i in range(4)]
+        if any(fp8[0]):
+            return Verdict(False, f"layer 0 is not all in BF16 on the {side} side; with_bf16 takes side='both', too")
+        if not all(all(layer) for layer in fp8[1:]):
             return Verdict(False, f"later layers have left FP8 on the {side} side; only layer 0 was asked for")
     if gap:
         return Verdict(False, f"the sides disagree by {gap:.1e} nats: some module is rounded on one side only")
     return Verdict(True, "both sides round alike, so protecting a layer costs no mismatch.")
+
+
+def _linears_of(layer: int) -> list[str]:
+    attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
+    return [f"{attention}.{n}_proj" for n in "qkvo"] + [f"{mlp}.{n}_proj" for n in ("gate", "up", "down")]

@@ -1,0 +1,244 @@
+"""What only a GPU can tell, in one run: are the FP8 kernels right, how fast are they, does the loop run on them?
+
+    python -m fp8lab gpu-check [--dry] --out FOLDER        writes gpu-check.json and gpu-check.md
+
+    exact      each GEMM of `scaled_mm` against the emulated layer: the largest difference, in units of |a| @ |b|. Both
+               multiply the same codes. A Hopper core keeps 13 fraction bits (gemm.py) and cuts, so a chain of 128 loses
+               at most a few 2^-13; the limit is 2^-10 before BF16 output rounding
+    linears    milliseconds of BF16 and FP8 linears over sizes, quantization included, forward and forward + backward
+    quantizer  GB/s of our plain torch quantizer against a copy
+    arms       three arms of the tiny model, the same loop as on a CPU, on real kernels
+    llama      a random Llama of 1B shape: forward, forward + backward, and a decode step, in BF16 and FP8
+
+Sections are separate: one that fails is recorded with its error and the rest goes on. One that would start after the
+time is up is recorded as not run. `--dry` runs all of it on a CPU with small shapes and the emulated backend, which
+proves the script and nothing about a GPU.
+
+Left out: vLLM's and Transformer Engine's own numbers, and a fused quantization kernel. **Run so far in dry mode only.**
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8lab.backends import support
+from fp8lab.conversion import convert
+from fp8lab.grpo import GRPOConfig
+from fp8lab.linear import Float8Linear
+from fp8lab.models import load_model, load_tokenizer
+from fp8lab.operands import BF16_LINEAR, LinearPrecision
+from fp8lab.precision import PrecisionPlan
+from fp8lab.quantizers import BlockQuantizer
+from fp8lab.rollout import NativeEngine, SamplingParams
+from fp8lab.runlog import environment
+from fp8lab.scaled_mm import ScaledMMLinear
+from fp8lab.tasks import load_task, prompt_batch
+from fp8lab.trainer import Trainer
+
+LIMIT = 2.0**-10
+"""Largest difference of a GEMM to the emulated one, in units of |a| @ |b|."""
+ARMS = ("bf16", "fp8-rollout", "fp8-e2e")
+BUDGET_S = 330.0
+
+
+def gpu_check(out: Path, *, dry: bool = False, budget_s: float = BUDGET_S) -> dict[str, Any]:
+    """Run every section and write both files into the folder `out`; `ok` is False if any section failed or was not run.
+
+    RuntimeError without a GPU that scaled_mm supports, unless dry.
+    """
+    usable, why = support()["scaled_mm"]
+    if not dry and not usable:
+        raise RuntimeError(f"the GPU check needs scaled_mm: {why}; --dry runs the script on a CPU")
+    start = time.perf_counter()
+    report = {"dry": dry, "backend": "emulated" if dry else "scaled_mm", "environment": environment(), "sections": {}}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, section in SECTIONS.items():
+        began = time.perf_counter()
+        if began - start > budget_s:
+            found = {"ok": False, "error": f"not run: {budget_s:.0f} s were up"}
+        else:
+            try:
+                found = {"ok": True, **section(dry)}
+            except Exception as error:  # whatever it is, the other sections must still run
+                found = {"ok": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        report["sections"][name] = found | {"seconds": time.perf_counter() - began}
+        report["ok"] = all(section["ok"] for section in report["sections"].values())
+        (out / "gpu-check.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        (out / "gpu-check.md").write_text(as_markdown(report), encoding="utf-8")
+    return report
+
+
+def exact(dry: bool) -> dict[str, Any]:
+    """Differences of the three GEMMs at float32 output, in units of |a| @ |b| of the operands as they were rounded."""
+    kind, rows = _real_layer(dry), []
+    for m, k, n in ((130, 256, 128), (256, 384, 256)) if dry else ((130, 256, 128), (2048, 4096, 4096)):
+        linear = nn.Linear(k, n, bias=False, device=_device(dry))
+        precision = LinearPrecision(output="float32")
+        real, model = (c.from_linear(linear, precision) for c in (kind, Float8Linear))
+        x, g = (_random((m, width), dry) for width in (k, n))
+        w = model.quantized.values.abs()
+        magnitudes = (x.abs() @ w.t(), g.abs() @ w, g.abs().t() @ x.abs())
+        calls = ("output", (x,)), ("grad_input", (g,)), ("grad_weight", (g, x))
+        for (name, operands), magnitude in zip(calls, magnitudes, strict=True):
+            weights = () if name == "grad_weight" else ("quantized",)
+            a, b = (getattr(layer, name)(*operands, *(getattr(layer, q) for q in weights)) for layer in (real, model))
+            difference = float(((a - b).abs() / magnitude).max())
+            rows.append({"gemm": name, "shape": [m, k, n], "difference": difference, "ok": difference <= LIMIT})
+    return {"ok": all(row["ok"] for row in rows), "limit": LIMIT, "rows": rows}
+
+
+def linears(dry: bool) -> dict[str, Any]:
+    """Milliseconds of torch's BF16 linear and of ours in BF16 and FP8."""
+    rows, kind = [], _real_layer(dry)
+    for m, width in ((128, 256),) if dry else ((64, 4096), (1024, 4096), (8192, 2048), (8192, 4096), (8192, 8192)):
+        linear = nn.Linear(width, width, bias=False, device=_device(dry))
+        x = _random((m, width), dry).requires_grad_()
+        layers = {"torch BF16": None if dry else nn.Linear(width, width, bias=False).to(x.device, torch.bfloat16)}
+        layers |= {"fp8lab BF16": kind.from_linear(linear, BF16_LINEAR)}
+        layers |= {"fp8lab FP8": kind.from_linear(linear, LinearPrecision())}
+        for name, layer in layers.items():
+            if layer is not None:
+                inputs = x.detach().to(layer.weight.dtype).requires_grad_()
+                rows.append({"layer": name, "m": m, "k": width, "n": width, **_both(layer, inputs, dry)})
+    return {"rows": rows}
+
+
+def quantizer(dry: bool) -> dict[str, Any]:
+    """GB/s, counting the float32 read and written: a copy, and quantize-dequantize in plain torch."""
+    x = _random((256, 512) if dry else (8192, 8192), dry)
+    calls: dict[str, Callable[[], Any]] = {"copy": lambda: x.clone()}
+    for block in ((1, 128), (128, 128)):
+        calls[f"reference {block[0]}x{block[1]}"] = lambda b=block: BlockQuantizer(b).reference(x)
+    return {"rows": [{"name": n, "gb_per_s": 2 * x.nbytes / _ms(call, dry) / 1e6} for n, call in calls.items()]}
+
+
+def arms(dry: bool) -> dict[str, Any]:
+    """The tiny model's loop, a few steps per arm; reward and mismatch of each step, and the backends that ran."""
+    task, tokenizer, rows = load_task("arithmetic"), load_tokenizer("tiny-llama"), []
+    steps, prompts = (1, 4) if dry else (10, 96)
+    sampling = SamplingParams(n=8, max_tokens=6)
+    for arm in ARMS:
+        model, plan = load_model("tiny-llama").to(_device(dry)), PrecisionPlan.preset(arm)
+        engine = NativeEngine(model, plan, tokenizer=tokenizer)
+        trainer = Trainer(model, plan, GRPOConfig(), tokenizer=tokenizer)
+        for step in range(1, steps + 1):
+            began = time.perf_counter()
+            batch = prompt_batch(task.train, prompts, 0, step)
+            rollout = engine.generate(batch["prompt"], sampling, seed=step)
+            columns = {name: [v for v in values for _ in range(8)] for name, values in batch.items()}
+            found = trainer.step(rollout, task.reward(columns.pop("prompt"), list(rollout.completions), **columns))
+            engine.refit(trainer)
+            row = {"arm": arm, "step": step, "seconds": time.perf_counter() - began, "reward": found["reward"]}
+            row |= {"token_mult_prob_error": found["token_mult_prob_error"]}
+            rows.append(row | {"rollout": engine.conversion.backend, "trainer": trainer.conversion.backend})
+    wanted = {"emulated" if dry else "scaled_mm"}
+    return {"ok": {row[side] for row in rows for side in ("rollout", "trainer")} == wanted, "rows": rows}
+
+
+def llama(dry: bool) -> dict[str, Any]:
+    """Milliseconds of a random Llama of 1B shape, its linears in BF16 and in FP8."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "vocab_size": 128_256}
+    if dry:
+        shape |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape |= {"num_key_value_heads": 2, "vocab_size": 256}
+    config = LlamaConfig(**shape)
+    batch, length = (2, 16) if dry else (4, 1024)
+    tokens, rows = torch.randint(config.vocab_size, (batch, length), device=_device(dry)), []
+    for plan in ("bf16", "fp8-e2e"):
+        torch.manual_seed(0)
+        with torch.device(_device(dry)):
+            model = LlamaForCausalLM(config)
+        backend = convert(model, PrecisionPlan.preset(plan), side="trainer").backend
+
+        def forward(model=model):
+            return model(input_ids=tokens, use_cache=False).logits
+
+        def both(model=model):
+            forward(model).float().logsumexp(-1).mean().backward()
+            model.zero_grad(set_to_none=True)
+
+        def without_gradient(call):
+            with torch.no_grad():
+                return call()
+
+        row = {"plan": plan, "backend": backend, "forward_ms": _ms(lambda f=forward: without_gradient(f), dry)}
+        row["forward_backward_ms"] = _ms(both, dry)
+        cache = DynamicCache(config=config)
+        name = "cache" if "cache" in LlamaForCausalLM.forward.__code__.co_varnames else "past_key_values"
+        without_gradient(lambda m=model, c=cache, n=name: m(input_ids=tokens, use_cache=True, **{n: c}))
+        decode = lambda m=model, c=cache, n=name: m(input_ids=tokens[:, :1], use_cache=True, **{n: c})  # noqa: E731
+        row["decode_step_ms"] = _ms(lambda d=decode: without_gradient(d), dry)
+        rows.append(row)
+        del model
+    return {"batch": batch, "length": length, "rows": rows}
+
+
+SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    section.__name__: section for section in (exact, linears, quantizer, arms, llama)
+}
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report: one table per section, and what failed."""
+    where = report["environment"].get("cuda") or "CPU"
+    lines = [f"# GPU check: {where}, backend {report['backend']}" + (" (dry run)" if report["dry"] else "")]
+    for name, section in report["sections"].items():
+        verdict = "ok" if section["ok"] else f"FAILED {section.get('error', 'see the rows')}"
+        lines += ["", f"## {name}: {verdict}, {section['seconds']:.1f} s", ""]
+        if rows := section.get("rows"):
+            lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+            lines += ["| " + " | ".join(_cell(value) for value in row.values()) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _device(dry: bool) -> str:
+    return "cpu" if dry else "cuda"
+
+
+def _real_layer(dry: bool) -> type[Float8Linear]:
+    return Float8Linear if dry else ScaledMMLinear
+
+
+def _random(shape: tuple[int, int], dry: bool) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(_device(dry))
+
+
+def _both(layer: nn.Module, x: torch.Tensor, dry: bool) -> dict[str, float]:
+    def forward():
+        with torch.no_grad():
+            layer(x)
+
+    def backward():
+        layer(x).sum().backward()
+        x.grad = layer.weight.grad = None
+
+    return {"forward_ms": _ms(forward, dry), "forward_backward_ms": _ms(backward, dry)}
+
+
+def _ms(call: Callable[[], Any], dry: bool, repeats: int = 7) -> float:
+    """Median milliseconds after a first call apart, with the GPU idle before and after."""
+    wait = (lambda: None) if dry else torch.cuda.synchronize
+    times = []
+    for _ in range(1 + (2 if dry else repeats)):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
