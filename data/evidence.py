@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8lab.compare import compare
+from fp8lab.compare import compare, value_text
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.recipes import load_recipe
 from fp8lab.runlog import write_atomically
@@ -90,9 +90,6 @@ STUDIES = {
 def table(summary: dict) -> str:
     """The study as a Markdown table: means with 95 % intervals, and paired differences to BF16."""
 
-    def text(value: dict, digits: int) -> str:
-        return f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
-
     lines = [
         f"| {len(summary['seeds'])} seeds, mean [95 % interval] | accuracy before | accuracy after | "
         f"after, minus {summary['base'].upper()} (paired) | `token_mult_prob_error`, steps 1-30 | last 10 steps |",
@@ -100,9 +97,9 @@ def table(summary: dict) -> str:
     ]
     for arm, values in summary["arms"].items():
         difference = summary["paired_differences"].get(f"{arm} - {summary['base']}")
-        cells = [text(values["accuracy_first"], 3), text(values["accuracy_last"], 3)]
-        cells += [text(difference["accuracy_last"], 4) if difference else ""]
-        cells += [text(values[f"token_mult_prob_error_{part}"], 4) for part in ("first_30", "last_10")]
+        cells = [value_text(values["accuracy_first"], 3), value_text(values["accuracy_last"], 3)]
+        cells += [value_text(difference["accuracy_last"], 4) if difference else ""]
+        cells += [value_text(values[f"token_mult_prob_error_{part}"], 4) for part in ("first_30", "last_10")]
         lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -37,7 +37,8 @@ def paired(
     """Time candidates in turn; one row each.
 
     Rows: `name`, `first_call_s`, `best_ns` (per unit of `per` elements), `ratio` (median of time / baseline's time in
-    the same round) with `ratio_low` and `ratio_high` (quartiles). clock(name, call) -> seconds: another way to time a call.
+    the same round) with `ratio_low` and `ratio_high` (quartiles). clock(name, call) ->
+    seconds: another way to time a call.
     """
     seconds = clock or (lambda name, call: _seconds(call))
     first = {name: seconds(name, call) for name, call in candidates.items()}

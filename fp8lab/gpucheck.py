@@ -34,6 +34,7 @@ from fp8lab.backends import support
 from fp8lab.conversion import convert
 from fp8lab.grpo import GRPOConfig
 from fp8lab.linear import Float8Linear
+from fp8lab.models import forward as cached_forward
 from fp8lab.models import load_model, load_tokenizer
 from fp8lab.operands import BF16_LINEAR, LinearPrecision
 from fp8lab.precision import PrecisionPlan
@@ -78,7 +79,7 @@ def gpu_check(out: Path, *, dry: bool = False, budget_s: float = BUDGET_S) -> di
 
 
 def exact(dry: bool) -> dict[str, Any]:
-    """Differences of the three GEMMs at float32 output, in units of |a| @ |b| of the operands as they were rounded."""
+    """Differences of the three GEMMs at float32 output, in units of |a| @ |b| (w as it was rounded)."""
     kind, rows = _real_layer(dry), []
     for m, k, n in ((130, 256, 128), (256, 384, 256)) if dry else ((130, 256, 128), (2048, 4096, 4096)):
         linear = nn.Linear(k, n, bias=False, device=_device(dry))
@@ -176,12 +177,17 @@ def llama(dry: bool) -> dict[str, Any]:
         row = {"plan": plan, "backend": backend, "forward_ms": _ms(lambda f=forward: without_gradient(f), dry)}
         row["forward_backward_ms"] = _ms(both, dry)
         cache = DynamicCache(config=config)
-        name = "cache" if "cache" in LlamaForCausalLM.forward.__code__.co_varnames else "past_key_values"
-        without_gradient(lambda m=model, c=cache, n=name: m(input_ids=tokens, use_cache=True, **{n: c}))
-        decode = lambda m=model, c=cache, n=name: m(input_ids=tokens[:, :1], use_cache=True, **{n: c})  # noqa: E731
+
+        def decode(model=model, cache=cache, count=1):
+            positions = torch.arange(count, device=tokens.device).expand(batch, count) + cache.get_seq_length()
+            seen = torch.ones((batch, cache.get_seq_length() + count), dtype=torch.long, device=tokens.device)
+            return cached_forward(model, tokens[:, :count], seen, positions, cache)
+
+        without_gradient(lambda d=decode: d(count=length))
         row["decode_step_ms"] = _ms(lambda d=decode: without_gradient(d), dry)
         rows.append(row)
-        del model
+        cache.reset()
+        model.to("meta")  # its memory, which the next one needs
     return {"batch": batch, "length": length, "rows": rows}
 
 

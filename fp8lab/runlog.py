@@ -63,6 +63,8 @@ class RunLog:
             raise RuntimeError(
                 f"{self.folder} is being written by another process; wait for it, or choose another folder"
             )
+        for path in self.folder.glob(".*.tmp-*"):  # of a writer that was killed: the lock is ours
+            path.unlink()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -22,11 +22,15 @@ of kernels. This is a model. Nothing here was measured on a GPU by us.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8lab.precision import PrecisionPlan, Side, num_decoder_layers
+from fp8lab import coverage
+from fp8lab.names import num_decoder_layers
+from fp8lab.precision import PrecisionPlan, Side
+from fp8lab.setting import HARDWARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +38,21 @@ class GPU:
     """Data sheet of one GPU (dense, without sparsity)."""
 
     name: str
+    """In setting.HARDWARE, which knows its memory."""
     bf16: float
     """Peak FLOP/s."""
     fp8: float
     """Peak FLOP/s; 0 where there are no FP8 tensor cores."""
     bandwidth: float
     """Bytes/s of its memory."""
-    memory: float
-    """Bytes."""
     watts: float
     """Most it may draw."""
     source: str
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+        return HARDWARE[self.name].memory
 
 
 GPUS = {
@@ -55,7 +63,6 @@ GPUS = {
             bf16=312e12,
             fp8=0,
             bandwidth=2.039e12,
-            memory=80e9,
             watts=400,
             source="NVIDIA A100 80GB SXM data sheet; no FP8 tensor cores",
         ),
@@ -64,7 +71,6 @@ GPUS = {
             bf16=989e12,
             fp8=1979e12,
             bandwidth=3.35e12,
-            memory=80e9,
             watts=700,
             source="NVIDIA H100 SXM data sheet",
         ),
@@ -73,7 +79,6 @@ GPUS = {
             bf16=989e12,
             fp8=1979e12,
             bandwidth=4.8e12,
-            memory=141e9,
             watts=700,
             source="NVIDIA H200 SXM data sheet",
         ),
@@ -82,7 +87,6 @@ GPUS = {
             bf16=2250e12,
             fp8=4500e12,
             bandwidth=8e12,
-            memory=180e9,
             watts=1000,
             source="NVIDIA DGX B200 data sheet, an eighth of it",
         ),
@@ -162,35 +166,30 @@ class ModelShape:
     head: int
     """Parameters of lm_head."""
     other: int
-    """All other parameters, embeddings included."""
+    """All other parameters, embeddings included unless lm_head is tied to them."""
     kv_elements: int
     """Keys and values of one token, over all layers."""
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelShape:
-        """Count a transformers config (one with grouped-query attention)."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 1
-        used = getattr(config, "num_experts_per_tok", None) or 1
+    def of(cls, model: Any) -> ModelShape:
+        """Count a model, config, config dict or name that `coverage.meta_model` takes."""
+        model, bf16 = coverage.meta_model(model), PrecisionPlan.preset("bf16")
         linears, head, other = [], 0, 0
-        for name, parameter in model.named_parameters():
-            if ".layers." not in name or parameter.ndim < 2 or name.endswith("mlp.gate.weight"):
-                other += parameter.numel()
-            elif parameter.ndim == 3:
-                linears.append((name, parameter.numel() // experts, experts, used))
+        for row in coverage.rows(bf16, model):
+            size = math.prod(row.shape)
+            if row.side == "trainer":
+                continue
+            if row.tensor in ("linear", "experts"):
+                copies = row.shape[0] if row.tensor == "experts" else 1
+                used = round(row.flops / 2 / size * copies)
+                linears.append((row.name.removesuffix(".weight"), size // copies, copies, used))
+            elif row.tensor == "lm_head":
+                head = size
+                other -= size if row.bytes == 0 else 0  # tied: one tensor, counted as an embedding before
             else:
-                linears.append((name.removesuffix(".weight"), parameter.numel(), 1, 1))
-        output = model.get_output_embeddings().weight
-        head = output.numel()
-        other -= 0 if config.tie_word_embeddings else head
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layers = num_decoder_layers(model)
-        return cls(layers=layers, linears=tuple(linears), head=head, other=other, kv_elements=2 * layers * heads * size)
+                other += size
+        kv = coverage.kv_cache_bytes(bf16, model.config) // 2
+        return cls(layers=num_decoder_layers(model), linears=tuple(linears), head=head, other=other, kv_elements=kv)
 
     def weights(self, plan: PrecisionPlan, side: Side) -> Weights:
         """Parameters stored and used per token, in FP8 and in BF16."""

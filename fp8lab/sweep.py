@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,22 @@ Jobs = Sequence[tuple[ExperimentConfig, Path]]
 
 
 def _in_processes(jobs: Jobs, workers: int, threads: int) -> Iterator[tuple[Path, BaseException | None]]:
-    """(folder, error or None) of each job, in the order they end."""
-    context = multiprocessing.get_context("spawn")
+    """(folder, error or None) of each job, in the order they end.
+
+    A process that dies (out of memory, kill -9) breaks its pool: what was in it is resumed, each in a pool of its own,
+    so that a job that always dies takes no other with it.
+    """
+    context, broken = multiprocessing.get_context("spawn"), []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        futures = {pool.submit(_finish, config, folder, threads): folder for config, folder in jobs}
+        futures = {pool.submit(_finish, config, folder, threads): (config, folder) for config, folder in jobs}
         for future in as_completed(futures):
-            yield futures[future], future.exception()
+            job, error = futures[future], future.exception()
+            if isinstance(error, BrokenProcessPool) and len(jobs) > 1:
+                broken.append(job)
+            else:
+                yield job[1], error
+    for job in broken:
+        yield from _in_processes([job], 1, threads)
 
 
 def _on_ray(jobs: Jobs, threads: int, address: str) -> Iterator[tuple[Path, BaseException | None]]:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if (Path(sys.prefix) / "references").is_dir():  # `make test` puts them there
+    os.environ.setdefault("FP8LAB_REFERENCES", str(Path(sys.prefix) / "references"))
 
 from hypothesis import settings  # noqa: E402
 

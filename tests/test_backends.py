@@ -395,8 +395,7 @@ def test_transformer_engines_own_recipe_class():
     folder = os.environ.get("FP8LAB_REFERENCES")
     if not folder:
         pytest.skip(
-            "transformer-engine is not at hand: pip install --no-deps --target DIR transformer-engine==2.20.2, and set "
-            "FP8LAB_REFERENCES=DIR"
+            "transformer-engine==2.20.2 is not at hand: `make test` puts it there on Linux, or set FP8LAB_REFERENCES"
         )
     env = {**os.environ, "NVTE_PROJECT_BUILDING": "1", "PYTHONPATH": folder}
     env.pop(te_linear.FP32_SCALES, None)

@@ -116,8 +116,8 @@ CASES = {
     "moe-bf16": (1e-3, 1e-4),
     "moe-fp8": (2e-2, 5e-3),
 }
-"""Case -> bounds of the gradients' relative L2 distance and the losses'. An expert's tokens fill no whole blocks of 128,
-so in FP8 two processes round its gradients in other blocks than one does."""
+"""Case -> bounds of the gradients' relative L2 distance and the losses'. An expert's tokens fill no whole blocks, so in
+FP8 two processes round its gradients in other blocks than one does."""
 
 
 def main(folder):

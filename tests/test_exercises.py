@@ -186,8 +186,8 @@ def test_06():
         (exercises.check_scatter(0.07), "0.8 sigma"),
         (exercises.check_scatter(-1), "standard deviation"),
         (culprit("model.layers.0.mlp.up_proj"), "compares all"),
-        (culprit("lm_head"), "no linear layer"),
-        (culprit(None), "no linear layer"),
+        (culprit("lm_head"), "no FP8 layer"),
+        (culprit(None), "no FP8 layer"),
     ):
         assert not wrong.ok and hint in wrong.message
 
@@ -197,7 +197,7 @@ def test_09(monkeypatch):
     answer = solution("09_layer_fallback")
     more = cells("09_layer_fallback", "setup", "plan", "sample", "measure", "exact-table")
     table, measure, plan, whole = more["table"], more["measure"], more["plan"], more["whole"].gen_kl_error
-    limits = {"budget": 0.15, "least": 0.4}
+    limits = {"budget": 0.15, "least": 0.35}
     k3 = lambda plan: measure(plan).gen_kl_error  # noqa: E731
     assert exercises.check_set(table, answer["mine"], k3(answer["mine"]), whole, **limits).ok
     assert exercises.check_forecast(table, "o_proj", answer["share"](table), 0.3).ok

@@ -247,7 +247,7 @@ def torchao_function(name: str):
     """A pure torch reference out of torchao's kernels.py, whose module needs triton to be imported."""
     folder = os.environ.get("FP8LAB_REFERENCES")
     if not folder:
-        pytest.skip("torchao is not at hand: pip install --no-deps --target DIR torchao==0.18.0, FP8LAB_REFERENCES=DIR")
+        pytest.skip("torchao==0.18.0 is not at hand: `make test` puts it there on Linux, or set FP8LAB_REFERENCES")
     source = Path(folder, "torchao/prototype/blockwise_fp8_training/kernels.py").read_text()
     wanted = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
     scope = {"torch": torch, "e4m3_dtype": torch.float8_e4m3fn, "EPS": 1e-12}

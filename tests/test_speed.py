@@ -1,46 +1,19 @@
-"""The step-time model against published figures. Configurations are the models' public ones; sources stand beside."""
+"""The step-time model against published figures; sources stand beside them."""
 
 import dataclasses
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from fp8lab import speed
+from fp8lab import coverage, speed
 from fp8lab.precision import PrecisionPlan
 from fp8lab.speed import GPUS, PARAMETERS, ModelShape, Workload
 
-LLAMA_8B = LlamaConfig(  # huggingface.co/meta-llama/Llama-3.1-8B config.json
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
-QWEN3_8B = Qwen3Config(  # huggingface.co/Qwen/Qwen3-8B-Base config.json
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12288,
-    vocab_size=151936,
-    tie_word_embeddings=False,
-)
-QWEN3_30B = Qwen3MoeConfig(  # huggingface.co/Qwen/Qwen3-30B-A3B config.json
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    vocab_size=151936,
-    tie_word_embeddings=False,
-)
+MODELS = {
+    "llama": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen": "Qwen/Qwen3-8B-Base",
+    "moe": "Qwen/Qwen3-30B-A3B",
+    "mla": "moonshotai/Moonlight-16B-A3B-Instruct",
+}
 PLANS = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-rollout-kv", "fp8-e2e-kv")
 DEFAULT = Workload()
 E2E = Workload(prompts=64, generations=32, response_tokens=1200, gpus=16, score_passes=2)  # NeMo RL's e2e recipe
@@ -49,9 +22,7 @@ MOE = Workload(response_tokens=2000, expert_parallel=8, micro_batch_tokens=4096)
 
 @pytest.fixture(scope="module")
 def shapes():
-    return {
-        name: ModelShape.from_config(c) for name, c in (("llama", LLAMA_8B), ("qwen", QWEN3_8B), ("moe", QWEN3_30B))
-    }
+    return {name: ModelShape.of(model) for name, model in MODELS.items()}
 
 
 def times(shape, gpu="H100", work=DEFAULT, plans=PLANS, **parameters):
@@ -68,7 +39,16 @@ def test_shapes_are_the_published_sizes(shapes):
     assert round(total(shapes["moe"]) / 1e9, 1) == 30.5  # Qwen3-30B-A3B's card: 30.5B, 3.3B activated
     used = sum(size * active for _, size, _, active in shapes["moe"].linears) + shapes["moe"].head
     assert used / 1e9 == pytest.approx(3.3, abs=0.3)
+    assert round(total(shapes["mla"]) / 1e9, 1) == 16.0  # Moonlight's card: 15.96B
     assert shapes["qwen"].kv_elements == 2 * 36 * 8 * 128
+    assert shapes["mla"].kv_elements == 27 * (512 + 64)  # a latent vector and the rotary key, DeepSeek-V2's MLA
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), "tiny-llama", "tiny-qwen3-moe"])
+def test_every_parameter_is_counted_once(model):
+    """tiny-llama ties lm_head to the embedding: one tensor, read as the head."""
+    built = coverage.meta_model(model)
+    assert total(ModelShape.of(built)) == sum(p.numel() for p in built.parameters())
 
 
 def test_kv_capacities_of_nemo_rl_pull_request_1212(shapes):
@@ -154,4 +134,4 @@ def test_impossible_asks_say_why(shapes):
 def test_every_number_has_a_source():
     assert all(p.source and p.unit for p in PARAMETERS.values())
     assert all(gpu.source for gpu in GPUS.values())
-    assert {f.name for f in dataclasses.fields(speed.GPU)} >= {"bandwidth", "memory", "watts"}
+    assert {f.name for f in dataclasses.fields(speed.GPU)} >= {"bandwidth", "watts"}

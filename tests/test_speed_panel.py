@@ -5,13 +5,12 @@ import pytest
 from fp8lab import speed
 from fp8lab.precision import PrecisionPlan
 from fp8lab.ui.speed_panel import SpeedPanel
-from tests.test_speed import LLAMA_8B, QWEN3_30B
+from tests.test_speed import MODELS
 
 
 @pytest.fixture(scope="module")
 def panel():
-    shapes = {"llama": LLAMA_8B, "moe": QWEN3_30B}
-    return SpeedPanel({name: speed.ModelShape.from_config(config) for name, config in shapes.items()})
+    return SpeedPanel({name: speed.ModelShape.of(MODELS[name]) for name in ("llama", "moe")})
 
 
 def shown(panel):

@@ -63,6 +63,24 @@ def test_a_sweep_finishes_what_is_missing_and_survives_a_failure(tmp_path):
     assert rows[1]["token_mult_prob_error"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_a_sweep_on_ray_gives_the_runs_of_local_processes(tmp_path, monkeypatch):
+    """On a real local Ray: a run that fails does not stop the rest, a second call has nothing to do."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'fp8lab[ray]'")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token file into the home folder
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config, bad = dataclasses.replace(SMALL, seed=3), dataclasses.replace(SMALL, name="bad", model="no-such-model")
+    seen = []
+    failed = sweep([config, bad], tmp_path, ray="local", on_done=lambda folder, error: seen.append((folder, error)))
+    assert list(failed) == [str(run_folder(tmp_path, bad))]
+    assert failed[str(run_folder(tmp_path, bad))].startswith("FileNotFoundError: no checkpoint 'no-such-model'")
+    assert len(seen) == 2 and is_finished(run_folder(tmp_path, config))
+    assert sweep([config], tmp_path / "local", workers=1) == {}
+    ours, theirs = (run_folder(out, config) / "metrics.jsonl" for out in (tmp_path / "local", tmp_path))
+    assert theirs.read_bytes() == ours.read_bytes()
+    assert not (tmp_path / "home").exists()
+
+
 def test_sweeps_refuse_what_would_mix_runs(tmp_path):
     with pytest.raises(ValueError, match="share a name and a seed"):
         sweep([SMALL, SMALL], tmp_path)

@@ -23,6 +23,7 @@ ORDERS = {
     "first": ("from the first layer on", ROLLOUT, "dash", "square"),
     "last": ("from the last layer back", TEXT, "dot", "diamond"),
 }
+PROBABILITIES = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
 NAMES = {
     "in_k3": "k3 with this module alone in FP8",
     "first_order_k3": "k3 to first order",
@@ -78,7 +79,8 @@ def planted_faults(errors: Mapping[str, float], *, backend: str = "emulated") ->
         figure.add_annotation(**label, showarrow=False, font_size=11)
     top = max(value - 1 for value in errors.values())
     meaning = "token_mult_prob_error − 1 (dotted: NeMo RL's two limits)"
-    figure.update_xaxes(title_text=meaning, type="log", range=[-2.2, float(np.log10(top)) + 0.4])
+    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    figure.update_xaxes(title_text=meaning, type="log", tickvals=ticks, range=[-2.2, float(np.log10(top)) + 0.4])
     figure.update_yaxes(autorange="reversed", automargin=True)
     return finish(figure, "How large is the gap?", backend, height=150 + 40 * len(names))
 
@@ -101,7 +103,9 @@ def direction(cases: Mapping[str, tuple[Any, Any]], *, bins: int = 8, backend: s
             hovertemplate=name + "<br>probability %{x:.2g}: d = %{y:+.4f}<extra></extra>",
         )
     figure.add_hline(y=0, line={"color": TEXT, "width": 1})
-    figure.update_xaxes(title_text="probability of the sampled token in the rollout", type="log")
+    figure.update_xaxes(
+        title_text="probability of the sampled token in the rollout", type="log", tickvals=PROBABILITIES
+    )
     figure.update_yaxes(title_text="mean of t − g, nats")
     return finish(figure, "Noise has no direction, a bug has one", backend, height=360)
 
@@ -176,7 +180,7 @@ def estimate_against_exact(
     )
     power = {"type": "log", "exponentformat": "power", "dtick": 1}
     figure.update_xaxes(title_text="k3 to first order: one backward pass for all", **power)
-    figure.update_yaxes(title_text="k3, exact: a forward each", **power)
+    figure.update_yaxes(title_text="k3, exact: a forward each", automargin=True, title_standoff=12, **power)
     value, lowest, highest = agreement
     title = f"Same order: Spearman {value:.2f} [{lowest:.2f}, {highest:.2f}]"
     return finish(figure, title, backend, height=400)

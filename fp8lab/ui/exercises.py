@@ -266,9 +266,9 @@ def hide_fault(engine: Any, seed: int) -> Any:
 
 def check_culprit(trainer_model: torch.nn.Module, rollout_model: torch.nn.Module, name: Any) -> Verdict:
     """06: the module whose bytes are not those that the trainer's weights give."""
-    names = [name for name, _ in float8_layers(rollout_model)]
+    names = [name for name, layer in float8_layers(rollout_model) if layer.precision.is_fp8]
     if name not in names:
-        return Verdict(False, f"the engine has no linear layer {name!r}; one of them is {names[0]!r}")
+        return Verdict(False, f"the engine has no FP8 layer {name!r}; one of them is {names[0]!r}")
     found = diagnostics.stale_layers(trainer_model, rollout_model)
     if name in found:
         return Verdict(True, f"{name}: {found[name]}.")
