@@ -46,7 +46,7 @@ EQUAL_TOKENS = 32
 ROOT = Path(__file__).parent.parent
 
 
-def bench_rollout(rounds: int = 9, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
+def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
     """Seconds for `prompts` groups of 8 sequences, ours and transformers.generate's, and vLLM's where it is installed.
 
     Twice: with answers as long as the model makes them, and with `equal_tokens` tokens from everyone.
@@ -92,7 +92,7 @@ def bench_rollout(rounds: int = 9, *, prompts: int = PROMPTS, equal_tokens: int 
     return result | {"goals": goals, "profiles": _profiles(goals, calls)} | machine(missing)
 
 
-def bench_step(rounds: int = 9, *, prompts: int = 96) -> dict[str, Any]:
+def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
     """Seconds of whole steps of the loop (rollout, reward, training, refit, calibration) and of what they leave out.
 
     prompts: per step, with 8 completions each, as in the recipes.

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dry", action="store_true", help="prove the script on a CPU: small shapes, emulated")
     command = add("bench", _bench, "Time quantizers, a linear layer, rollouts or steps against their peers.")
     command.add_argument("what", choices=["quantize", "linear", "rollout", "step", "all"])
-    command.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
+    command.add_argument("--rounds", type=int, help="timed rounds (default: 9, of rollouts and steps 5)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
 
@@ -125,14 +125,20 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from fp8lab.bench import as_text, benches
 
-    if arguments.rounds < 2:
+    if arguments.rounds is not None and arguments.rounds < 2:
         raise ValueError(f"--rounds is {arguments.rounds}; quartiles need at least 2")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     known = benches()
     chosen = list(known) if arguments.what == "all" else [arguments.what]
-    results = [known[name](rounds=arguments.rounds) for name in chosen]
-    print(json.dumps(results, indent=1) if arguments.json else "\n\n".join(map(as_text, results)))
+    asked = {} if arguments.rounds is None else {"rounds": arguments.rounds}
+    results = []
+    for name in chosen:
+        results.append(known[name](**asked))
+        if not arguments.json:
+            print(as_text(results[-1]) + "\n", flush=True)
+    if arguments.json:
+        print(json.dumps(results, indent=1))
     return 0
 
 

@@ -19,6 +19,12 @@ def test_scales_have_a_line_per_layer():
         attention_plots.scales_over_steps(history, "output")
 
 
+def test_wrong_scales_have_a_line_per_format():
+    figure = attention_plots.error_by_scale([0.5, 1.0], {"E4M3": [14.0, 31.0], "INT8": [15.0, 40.0]})
+    assert {trace.name: list(trace.y) for trace in figure.data} == {"E4M3": [14.0, 31.0], "INT8": [15.0, 40.0]}
+    assert all(list(trace.x) == [0.5, 1.0] for trace in figure.data) and figure.layout.xaxis.type == "log"
+
+
 def test_saturation_draws_what_the_meter_counted():
     meter = AttentionMeter(2)
     meter.record(1, "key", torch.tensor([1.0, 2.0, 500.0, -900.0]).view(1, 1, 2, 2), scale=1.0)
@@ -38,6 +44,14 @@ def test_softmax_weights_agree_with_ml_dtypes():
 def test_masked_weights_do_not_count():
     figure = attention_plots.softmax_weights(torch.tensor([0.0, 1.0, 0.5]))
     assert sum(figure.data[0].y) == 2
+
+
+def test_mismatch_keeps_the_colours_of_the_arms():
+    excess = {"bf16": 0.0, "fp8-rollout": 0.02, "fp8-rollout-kv": 0.03, "k, v": 0.01}
+    (bar,) = attention_plots.mismatch(excess).data
+    assert list(bar.x) == list(excess.values()) and list(bar.marker.pattern.shape) == ["", "", "/", "/"]
+    arms = [attention_plots.ARMS[name].color for name in ("bf16", "fp8-rollout", "fp8-rollout", "fp8-e2e")]
+    assert list(bar.marker.color) == arms
 
 
 def test_memory_and_routers():

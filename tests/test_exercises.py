@@ -12,7 +12,7 @@ import torch
 
 from fp8lab.conversion import convert
 from fp8lab.precision import LinearPrecision, PrecisionPlan
-from fp8lab.ui import exercises
+from fp8lab.ui import exercises, exercises_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -218,5 +218,123 @@ def test_09(monkeypatch):
         (exercises.check_even(e2e.with_bf16(first=2), 0.0), "later layers"),
         (exercises.check_even(e2e.with_bf16(first=1), 0.02), "one side only"),
         (exercises.check_even(first.to_dict(), 0.0), "start from"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_10():
+    answer = solution("10_moe")
+    plan = PrecisionPlan.preset("fp8-rollout")
+    space = {"layers": {"share": 0.10, "anywhere": 0.94}, "batch": {"experts": 128, "per_token": 8, "share": 0.5}}
+    limits = {"budget": 0.30, "most": 0.60}
+    depth = lambda layers: exercises_moe.check_depth(layers, **space["layers"])  # noqa: E731
+    batch = lambda size: exercises_moe.check_batch(size, **space["batch"])  # noqa: E731
+    routes = lambda plan, left: exercises_moe.check_routes(plan.report("tiny-qwen3-moe"), left, 0.1, **limits)  # noqa: E731
+    assert depth(answer["layers"]).ok and batch(answer["batch"]).ok
+    before, after = changed_tokens(plan), changed_tokens(plan.with_bf16(**answer["keep"]))
+    report = plan.with_bf16(**answer["keep"]).report("tiny-qwen3-moe")
+    assert exercises_moe.check_routes(report, after, before, **limits).ok
+    for wrong, hint in (
+        (depth(4), "keeps its experts"),
+        (depth(28), "fewer do"),
+        (depth("many"), "no number"),
+        (batch(1), "leaves an expert alone"),
+        (batch(12), "smaller batch"),
+        (batch(0), "no batch"),
+        (routes(plan.with_bf16(modules=["o_proj"], side="rollout"), 0.09), "what comes before it"),
+        (routes(plan.with_bf16(first=2, side="rollout"), 0.01), "allowed"),
+        (routes(PrecisionPlan.preset("fp8-e2e"), 0.0), "trainer"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def changed_tokens(plan):
+    """Share of prompt tokens whose experts differ somewhere between this plan's rollout side and BF16."""
+    from fp8lab.models import load_model, load_tokenizer
+    from fp8lab.rollout import NativeEngine
+    from fp8lab.routing import router_agreement
+    from fp8lab.tasks import load_task
+
+    tokenizer, model = load_tokenizer("tiny-qwen3-moe"), load_model("tiny-qwen3-moe")
+    convert(model, PrecisionPlan.preset("bf16"), side="trainer")
+    engine = NativeEngine("tiny-qwen3-moe", plan)
+    texts = load_task("arithmetic").train[:512]["prompt"]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokenizer(t).input_ids) for t in texts], batch_first=True)
+    return router_agreement(engine.model, model, ids, ids != tokenizer.pad_token_id).anywhere
+
+
+def test_05():
+    answer = solution("05_kv_cache_and_attention")
+    keys = cells("05_kv_cache_and_attention", "setup", "rope")["k"]
+    growth, llama = {"growth": 1.005, "updates": 20}, {"layers": 32, "heads": 8, "head_dim": 128}
+    assert exercises.check_smallest_weight(answer["smallest"]).ok
+    assert exercises.check_margin(answer["margin"], keys, **growth).ok
+    assert exercises.check_cache_bytes(answer["bytes_per_token"], **llama).ok
+    for wrong, hint in (
+        (exercises.check_smallest_weight(2.0**-9), "too large"),
+        (exercises.check_smallest_weight(2.0**-17), "too large"),
+        (exercises.check_smallest_weight(2.0**-19), "too small"),
+        (exercises.check_smallest_weight(0), "between 0 and 1"),
+        (exercises.check_margin(1.05, keys, **growth), "update 10 of 20"),
+        (exercises.check_margin(1.1, keys, **growth), "update 20 of 20"),
+        (exercises.check_margin(1.3, keys, **growth), "unused"),
+        (exercises.check_margin(0.9, keys, **growth), "at least 1"),
+        (exercises.check_margin("1.1", keys, **growth), "no margin"),
+        (exercises.check_cache_bytes(2 * 32 * 8 * 128, **llama), "scales"),
+        (exercises.check_cache_bytes(32 * 8 * 132, **llama), "both"),
+        (exercises.check_cache_bytes(32 * 8 * 128, **llama), "without scales"),
+        (exercises.check_cache_bytes(4 * 32 * 8 * 128, **llama), "BF16"),
+        (exercises.check_cache_bytes(32 * 32 * 132, **llama), "heads that are cached"),
+        (exercises.check_cache_bytes(1.5, **llama), "no number"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_08():
+    from fp8lab.compare import find_runs
+    from fp8lab.sweep import final_metrics
+    from fp8lab.ui import exercises_loop as exercises
+
+    answer = solution("08_full_loop")
+    accuracy = {}
+    for row in final_metrics(find_runs([ROOT / "data" / "evidence" / "three-arms"])):
+        accuracy.setdefault(row["name"], {})[row["seed"]] = row["accuracy_last"]
+    differences = [accuracy["fp8-e2e"][seed] - value for seed, value in accuracy["bf16"].items()]
+    seeds = answer["seeds"](differences)
+    clip = lambda **changes: exercises.check_dual_clip(changes, pushed=3.0, stopped=6.0)  # noqa: E731
+    assert clip(**answer["changes"]).ok and clip(delta=5.9).ok and exercises.check_seeds(differences, seeds).ok
+    for wrong, hint in (
+        (clip(), "bounds punishments"),
+        (clip(delta=2.0), "too tight"),
+        (clip(delta=7.0), "still 6"),
+        (clip(delta=1.0), "above 1 + epsilon"),
+        (clip(dleta=4.0), "dleta"),
+        (exercises.check_dual_clip(None, pushed=3.0, stopped=6.0), "mapping"),
+        (exercises.check_seeds(differences, 10), "spread"),
+        (exercises.check_seeds(differences, 10 * seeds), "just past 0"),
+        (exercises.check_seeds(differences, 1.5), "at least 2"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+def test_11():
+    from fp8lab.speed import ModelShape, Workload
+    from fp8lab.ui import exercises_loop as exercises
+
+    answer, model = solution("11_speed_and_scale"), "meta-llama/Llama-3.1-8B-Instruct"
+    shape = ModelShape.of(model)
+    blackwell = lambda plan: exercises.check_blackwell(model, plan, rollout="vllm", trainer="megatron", gpus=8)  # noqa: E731
+    assert exercises.check_unprofitable(shape, answer["work"]).ok
+    assert exercises.check_throughput(0.25, answer["more"]).ok and blackwell(answer["plan"]).ok
+    for wrong, hint in (
+        (exercises.check_unprofitable(shape, Workload()), "which phase"),
+        (exercises.check_unprofitable(shape, Workload(prompts=4, generations=8, response_tokens=50)), "256 or more"),
+        (exercises.check_unprofitable(shape, 7), "no speed.Workload"),
+        (exercises.check_throughput(0.25, 0.25), "in the same time"),
+        (exercises.check_throughput(0.25, 33.3), "percentage"),
+        (exercises.check_throughput(0.25, "a third"), "number"),
+        (blackwell(PrecisionPlan.preset("fp8-e2e")), "power-of-two"),
+        (blackwell(PrecisionPlan.preset("fp8-rollout")), "one side"),
+        (blackwell("fp8-pow2"), "no PrecisionPlan"),
     ):
         assert not wrong.ok and hint in wrong.message

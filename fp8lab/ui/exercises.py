@@ -15,10 +15,14 @@ from typing import Any
 import torch
 
 from fp8lab import diagnostics
+from fp8lab.attention import P_SCALE, Float8Attention
+from fp8lab.calibration import scales_from_amax
 from fp8lab.formats import E4M3, get_format
 from fp8lab.linear import float8_layers
+from fp8lab.operands import AttentionPrecision
 from fp8lab.precision import PrecisionPlan
 from fp8lab.quantizers import BlockQuantizer, quantization_error
+from fp8lab.rollout.float8_cache import Float8KVCache
 from fp8lab.ui.lessons import Verdict
 
 
@@ -325,3 +329,50 @@ def check_even(plan: Any, gap: float) -> Verdict:
 def _linears_of(layer: int) -> list[str]:
     attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
     return [f"{attention}.{n}_proj" for n in "qkvo"] + [f"{mlp}.{n}_proj" for n in ("gate", "up", "down")]
+
+
+def check_smallest_weight(weight: Any) -> Verdict:
+    """05: the softmax weight, to 1 %, at and below which e4m3(256 P) is zero."""
+    if not isinstance(weight, int | float) or not 0 < weight < 1:
+        return Verdict(False, f"{weight!r} is no softmax weight; it must lie between 0 and 1")
+    above, below = (E4M3.round(torch.tensor(P_SCALE * weight * f)).item() for f in (1.01, 0.99))
+    if above > 0 and below == 0:
+        return Verdict(True, f"log2 is {math.log2(weight):.2f}: the factor 256 bought 8 powers of two.")
+    if below > 0:
+        return Verdict(False, f"too large: {weight:.3g} times 256 still rounds to {below:.3g}; what rounds to zero?")
+    return Verdict(False, f"too small: more than {weight:.3g} is lost; E4M3's smallest number is {E4M3.min_subnormal}")
+
+
+def check_margin(margin: Any, keys: torch.Tensor, *, growth: float, updates: int) -> Verdict:
+    """05: the margin under which keys that grow with every update are not clamped before the next calibration."""
+    if not isinstance(margin, int | float) or not 1 <= margin < math.inf:
+        return Verdict(False, f"{margin!r} is no margin; it is a factor of at least 1")
+    found = {"query": keys, "key": keys, "value": keys}
+    amax = torch.stack([x.abs().max()[None] for x in found.values()])[None]
+    scale = scales_from_amax(amax, AttentionPrecision(kv_cache="e4m3", margin=margin)).key[0]
+    clamped = [(keys.abs() * growth**update > E4M3.max * scale).any().item() for update in range(updates + 1)]
+    if clamped[-1]:
+        return Verdict(False, f"too little: update {clamped.index(True)} of {updates} clamps; growth multiplies up")
+    if margin > 1.02 * growth**updates:
+        return Verdict(False, f"nothing is clamped, but {margin / growth**updates - 1:.0%} of the range stay unused")
+    return Verdict(True, f"{updates} updates fit; with 1.05 it would be {int(math.log(1.05) / math.log(growth))}.")
+
+
+def check_cache_bytes(answer: Any, *, layers: int, heads: int, head_dim: int) -> Verdict:
+    """05: bytes of FP8 cache for a token, with a float32 scale per token and head; heads: of keys and values."""
+    if type(answer) is not int or answer < 1:
+        return Verdict(False, f"{answer!r} is no number of bytes")
+    state = Float8Attention(AttentionPrecision(kv_cache="e4m3", scales="per-token-head"), layers, "sdpa")
+    expected = Float8KVCache(state, layers, 1, heads, 1, head_dim, torch.device("cpu")).nbytes
+    codes = 2 * layers * heads * head_dim
+    if answer == expected:
+        return Verdict(True, f"{answer:,} bytes against {2 * codes:,} in BF16.")
+    for wrong, hint in (
+        (codes, "those are the codes; where are the scales?"),
+        (expected // 2, "that is k or v; the cache holds both"),
+        (codes // 2, "that is k or v without scales; the cache holds both"),
+        (2 * codes, "that is BF16, two bytes an element"),
+    ):
+        if answer == wrong:
+            return Verdict(False, hint)
+    return Verdict(False, f"{answer:,} is not it: layers x (k and v) x heads that are cached x bytes of one head")

@@ -19,6 +19,30 @@ from fp8lab.ui.plots import CONFIG, TEXT, finish
 
 PHASES = {"rollout": "#2f7fd0", "score": "#7fb2e5", "train": "#d55e00", "refit": "#8a8a8a", "calibrate": "#0a8f6a"}
 PLANS = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-rollout-kv", "fp8-e2e-kv")
+CAUSES = {"fixed": "#8a8a8a", "weights": "#d55e00", "kv": "#2f7fd0", "quantize": "#b84fa0"}
+CALIBRATED = "a model of GPUs, calibrated on two published figures; not measured by us"
+
+PUBLISHED = pd.DataFrame(
+    [
+        ("GEMM, peak", "2 x", "NVIDIA's data sheets"),
+        (
+            "FP8 linear layers",
+            "15-25 %",
+            "throughput in NVIDIA's article, as quoted in news; step time in NeMo RL's docs",
+        ),
+        (
+            "FP8 linear, KV cache, attention",
+            "about 48 %",
+            "training speed in the article; a rollout in NeMo RL PR 1212",
+        ),
+        ("FP8 KV cache over FP8 linear", "about 30 %", "rollout of Qwen3-8B-Base, NeMo RL PR 1212"),
+        ("recalibrating scales", "2-3 % of a step", "the article; no run behind it was seen by us"),
+        ("FP8 rollout, 30B MoE", "30-50 %", "rollout; summaries of FP8-RL (arXiv:2601.18150)"),
+        ("FP8 end to end, 30B MoE, 8 x H200", "slower", "verl issue 7232: the training part"),
+    ],
+    columns=["what", "published", "of what, and who says so"],
+)
+"""Claims about FP8's speed in RL and their provenance."""
 
 
 def step_time_bars(times: Mapping[str, Mapping[str, float]], *, title: str = "Where a step's time goes") -> go.Figure:
@@ -42,7 +66,21 @@ def step_time_bars(times: Mapping[str, Mapping[str, float]], *, title: str = "Wh
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="seconds per RL step", range=[0, 1.35 * longest])
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return finish(figure, title, "a model of GPUs, calibrated on two published figures; not measured by us", height=340)
+    return finish(figure, title, CALIBRATED, height=340)
+
+
+def decode_bars(steps: Mapping[tuple[str, int], Mapping[str, float]]) -> go.Figure:
+    """What a decode step waits for: a stacked bar for each (plan, sequences) of `speed.decode_step`."""
+    figure = go.Figure()
+    places = [[str(sequences) for _, sequences in steps], [plan for plan, _ in steps]]
+    for cause, color in CAUSES.items():
+        milliseconds = [1000 * parts[cause] for parts in steps.values()]
+        hover = f"%{{x}}<br>{cause}: %{{y:.1f}} ms<extra></extra>"
+        figure.add_bar(x=places, y=milliseconds, name=cause, marker={"color": color}, hovertemplate=hover)
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title_text="sequences that one engine decodes together")
+    figure.update_yaxes(title_text="ms per decode step")
+    return finish(figure, "What decoding waits for", CALIBRATED, height=380)
 
 
 class SpeedPanel:
@@ -73,12 +111,15 @@ class SpeedPanel:
         for control in self.controls:
             control.observe(lambda change: self._show(), names="value")
         live = [self.figure] if isinstance(self.figure, widgets.Widget) else []
-        self.view = widgets.VBox([*self.controls, self.note, *live])
+        columns = [widgets.VBox(self.controls[:4]), widgets.VBox(self.controls[4:])]
+        self.view = widgets.VBox([widgets.HBox(columns, layout={"flex_flow": "row wrap"}), self.note, *live])
 
     @property
     def work(self) -> speed.Workload:
-        """The workload of the sliders."""
-        return speed.Workload(prompts=self.prompts.value, response_tokens=self.response.value, gpus=self.gpus.value)
+        """The workload of the sliders; experts are spread over all GPUs up to 8."""
+        gpus = self.gpus.value
+        sizes = {"prompts": self.prompts.value, "response_tokens": self.response.value}
+        return speed.Workload(**sizes, gpus=gpus, expert_parallel=min(8, gpus))
 
     def table(self) -> pd.DataFrame:
         """What is shown: seconds by phase, throughput against the first plan, cost of 1,000 steps."""
