@@ -37,6 +37,8 @@ class Study:
     arms: Sequence[tuple[str, str, dict[str, Any]]]
     """(name, recipe, changes of grpo) of each arm."""
     seeds: int
+    base: str = "bf16"
+    """The arm that the others are compared with."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Changes of the ExperimentConfig, for all arms."""
     grpo: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +67,7 @@ STUDIES = {
         about="FP8 KV cache and attention in the rollout, against FP8 linears alone",
         arms=[(arm, arm, {}) for arm in ("fp8-e2e", "fp8-e2e-kv")],
         seeds=5,
+        base="fp8-e2e",
     ),
     "stressed": Study(
         about="four updates per rollout and a constant learning rate; FP8 in the rollout with and without correction",
@@ -129,7 +132,7 @@ def run_study(name: str, seeds: Sequence[int], workers: int, out: Path) -> bool:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             for extra in ("samples.jsonl", ".lock"):
                 (folder / extra).unlink(missing_ok=True)
-    found = compare([out])
+    found = compare([out], base=STUDIES[name].base)
     summary = {"about": STUDIES[name].about, **found, "unfinished": [Path(p).name for p in found["unfinished"]]}
     write_atomically(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
     if out == HERE / "three-arms":

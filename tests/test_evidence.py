@@ -30,7 +30,7 @@ def summary():
 def test_the_summary_follows_from_the_shipped_runs(evidence, folder):
     summary = json.loads(folder.with_suffix(".json").read_text())
     study = evidence.STUDIES[folder.name]
-    again = json.loads(json.dumps({"about": study.about, **evidence.compare([folder])}))
+    again = json.loads(json.dumps({"about": study.about, **evidence.compare([folder], base=study.base)}))
     assert summary["seeds"] == list(range(1, 1 + study.seeds)) and not summary["unfinished"]
     assert set(summary["arms"]) == {name for name, _, _ in study.arms}
 
@@ -62,3 +62,15 @@ def test_what_the_study_found(summary):
     assert arms["fp8-e2e"]["token_mult_prob_error"]["high"] < 1.005
     assert arms["fp8-rollout"]["token_mult_prob_error_first_30"]["low"] >= 1.02
     assert differences["fp8-rollout - bf16"]["token_mult_prob_error"]["low"] > 0.01
+
+
+def test_the_readme_says_what_the_kv_study_found():
+    """Issue 5: accuracy and mismatch of fp8-e2e-kv against fp8-e2e over five seeds."""
+    from fp8lab.compare import value_text
+
+    summary = json.loads((STUDY.parent / "kv.json").read_text())
+    assert len(summary["seeds"]) >= 5 and summary["base"] == "fp8-e2e"
+    difference = value_text(summary["paired_differences"]["fp8-e2e-kv - fp8-e2e"]["accuracy_last"], 4, "+")
+    error = value_text(summary["arms"]["fp8-e2e-kv"]["token_mult_prob_error"], 4)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert difference in text and error in text

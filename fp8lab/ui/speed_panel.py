@@ -63,10 +63,10 @@ def step_time_bars(times: Mapping[str, Mapping[str, float]], *, title: str = "Wh
         text = f" {whole:.1f} s" + (f", {base / whole - 1:+.0%} throughput" if whole != base else "")
         figure.add_annotation(y=name, x=whole, text=text, showarrow=False, xanchor="left", font={"color": TEXT})
     longest = max((sum(phases.values()) for phases in times.values()), default=1.0)
-    figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="seconds per RL step", range=[0, 1.35 * longest])
     figure.update_yaxes(autorange="reversed", automargin=True)
-    return finish(figure, title, CALIBRATED, height=340)
+    finish(figure, title, CALIBRATED, height=340).update_layout(barmode="stack", legend_traceorder="normal")
+    return figure.update_xaxes(showgrid=False)
 
 
 def decode_bars(steps: Mapping[tuple[str, int], Mapping[str, float]]) -> go.Figure:
@@ -77,10 +77,10 @@ def decode_bars(steps: Mapping[tuple[str, int], Mapping[str, float]]) -> go.Figu
         milliseconds = [1000 * parts[cause] for parts in steps.values()]
         hover = f"%{{x}}<br>{cause}: %{{y:.1f}} ms<extra></extra>"
         figure.add_bar(x=places, y=milliseconds, name=cause, marker={"color": color}, hovertemplate=hover)
-    figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="sequences that one engine decodes together")
     figure.update_yaxes(title_text="ms per decode step")
-    return finish(figure, "What decoding waits for", CALIBRATED, height=380)
+    finish(figure, "What decoding waits for", CALIBRATED, height=400)
+    return figure.update_layout(barmode="stack", legend_traceorder="normal", margin_b=90)
 
 
 class SpeedPanel:
@@ -159,10 +159,12 @@ class SpeedPanel:
                 self.times[name] = speed.step(shape, self._plan(name), gpu, self.work)
             except ValueError as error:
                 lines.append(f"<b>{name}</b>: {error}")
+        cells = [("1,000 steps", "GPU-hours", "kWh", "at your price")]
         for name, row in self.table().iterrows():
-            cost = f"{row.gpu_hours:,.0f} GPU-hours, {row.kwh:,.0f} kWh, {row.price:,.0f} at your price"
-            lines.append(f"<b>{name}</b>, 1,000 steps: {cost}")
-        self.note.value = "<small>" + "<br>".join(lines) + "</small>"
+            cells.append((name, *(f"{row[key]:,.0f}" for key in ("gpu_hours", "kwh", "price"))))
+        pad = '<td style="padding: 0 16px 0 0; text-align: right">'
+        text = "".join(f"<tr>{''.join(f'{pad}{cell}</td>' for cell in row)}</tr>" for row in cells)
+        self.note.value = f'<div style="line-height: 1.4">{"<br>".join(lines)}<table>{text}</table></div>'
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
