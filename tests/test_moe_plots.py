@@ -11,7 +11,7 @@ def test_flips_are_counted_within_their_margin():
     figure = moe_plots.flips_by_margin(margin, flips)
     bf16, e4m3 = figure.data
     assert list(bf16.y) == [0.5, 0.0, 0.0] and list(e4m3.y) == [1.0, 1.0, 0.0]
-    assert bf16.x == e4m3.x == ("0 to 0.01<br>2 tokens", "0.01 to 0.02<br>1 tokens", "from 0.2<br>2 tokens")
+    assert bf16.x == e4m3.x == ("0 to 0.01<br>2 choices", "0.01 to 0.02<br>1 choices", "from 0.2<br>2 choices")
     assert "20.00% of all" in bf16.name and "60.00%" in e4m3.name and bf16.marker.color != e4m3.marker.color
 
 

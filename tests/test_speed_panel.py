@@ -4,7 +4,7 @@ import pytest
 
 from fp8lab import speed
 from fp8lab.precision import PrecisionPlan
-from fp8lab.ui.speed_panel import SpeedPanel
+from fp8lab.ui.speed_panel import PUBLISHED, SpeedPanel, decode_bars
 from tests.test_speed import MODELS
 
 
@@ -45,3 +45,23 @@ def test_says_why_a_plan_is_missing(panel):
     assert panel.times == {} and "raise tensor_parallel" in panel.note.value
     panel.model.value, panel.gpu.value = "llama", "H100"
     assert len(panel.times) == 5
+
+
+def test_costs_are_the_models(panel):
+    row = panel.table().loc["fp8-e2e"]
+    assert f"{row.gpu_hours:,.0f}" in panel.note.value and f"{row.kwh:,.0f}" in panel.note.value
+    panel.price.value = 6.0
+    assert panel.table().loc["fp8-e2e"].price == pytest.approx(2 * row.price)
+    panel.price.value = 3.0
+
+
+def test_decode_bars_show_the_causes(panel):
+    plan = PrecisionPlan.preset("fp8-e2e")
+    parts = speed.decode_step(panel.shapes["llama"], plan, speed.GPUS["H100"], sequences=64, context=2000)
+    figure = decode_bars({("fp8-e2e", 64): parts})
+    assert {trace.name: trace.y[0] for trace in figure.data} == pytest.approx({k: 1000 * v for k, v in parts.items()})
+    assert [list(level) for level in figure.data[0].x] == [["64"], ["fp8-e2e"]]
+
+
+def test_every_claim_says_who_made_it():
+    assert (PUBLISHED.map(len) > 0).all(axis=None) and list(PUBLISHED.columns)[-1] == "of what, and who says so"

@@ -135,4 +135,5 @@ def router_disagreement(arms: Mapping[str, RouterAgreement]) -> go.Figure:
             hovertemplate=f"{look.label or arm}, %{{x}}: %{{y:.2%}}<extra></extra>",
         )
     figure.update_yaxes(title_text="tokens with other experts", tickformat=".1%", rangemode="tozero")
-    return finish(figure, "Tokens that the two sides send to different experts", "emulated", height=340)
+    finish(figure, "Tokens that the two sides send to different experts", "emulated", height=360)
+    return figure.update_layout(legend={"yanchor": "top", "y": -0.12})

@@ -19,10 +19,10 @@ BF16, FP8 = ARMS["bf16"].color, ARMS["fp8-e2e"].color
 def flips_by_margin(
     margin: torch.Tensor, changed: Mapping[str, torch.Tensor], edges: Sequence[float] = (0, 0.01, 0.02, 0.05, 0.1, 0.2)
 ) -> go.Figure:
-    """Share of tokens with other experts, by their margin (N,): the k-th logit less the next; a bar per precision.
+    """Share of choices that became another set of experts, by their margin (N,): the k-th logit less the next.
 
-    changed: name -> (N,) bool. The last group takes every margin from the last edge on; a group without tokens is left
-    out. A name that starts with BF16 has BF16's colour.
+    changed: precision -> (N,) bool, a bar each. The last group takes every margin from the last edge on; a group
+    without choices is left out. A name that starts with BF16 has BF16's colour.
     """
     upper = torch.bucketize(margin, torch.tensor(edges[1:]), right=True)
     names = [f"{low:g} to {high:g}" for low, high in zip(edges, edges[1:], strict=False)] + [f"from {edges[-1]:g}"]
@@ -30,14 +30,14 @@ def flips_by_margin(
     figure = go.Figure()
     for name, flipped in changed.items():
         figure.add_bar(
-            x=[f"{names[i]}<br>{int((upper == i).sum())} tokens" for i in groups],
+            x=[f"{names[i]}<br>{int((upper == i).sum())} choices" for i in groups],
             y=[flipped[upper == i].float().mean().item() for i in groups],
             name=f"{name}: {flipped.float().mean().item():.2%} of all",
             marker_color=BF16 if name.upper().startswith("BF16") else FP8,
             hovertemplate=f"{name}, margin %{{x}}: %{{y:.1%}} flip<extra></extra>",
         )
-    figure.update_xaxes(title_text="margin: how far the last chosen expert's logit is above the next one's")
-    figure.update_yaxes(title_text="tokens with other experts", tickformat=".0%", rangemode="tozero")
+    figure.update_xaxes(title_text="margin: last chosen expert's logit less the next one's", automargin=True)
+    figure.update_yaxes(title_text="choices that flipped", tickformat=".0%", rangemode="tozero")
     return finish(figure, "A small error flips the choices that were close", "emulated", height=360)
 
 

@@ -1,7 +1,7 @@
 """10_moe, the three exercises.
 
-1. 1 - 0.9^27 = 0.942. With 48 layers it would be 99 %: in the paper's model changes fall on the same tokens more often
-   than independent ones would (if a tenth is the average of its layers).
+1. 1 - 0.9^27 = 0.942. Independent layers would bring 48 of them to 99 %: where it is less, changes in several layers
+   fall on the same tokens.
 2. 1 - (120/128)^11 = 0.51: with eleven sequences, half of the experts are read.
 3. The first layer: its error is in the hidden state that every later router reads. All experts in BF16 cost twice the
    budget and change little here, because attention comes before each router as well.
