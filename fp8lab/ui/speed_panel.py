@@ -66,7 +66,7 @@ def step_time_bars(times: Mapping[str, Mapping[str, float]], *, title: str = "Wh
     figure.update_xaxes(title_text="seconds per RL step", range=[0, 1.35 * longest])
     figure.update_yaxes(autorange="reversed", automargin=True)
     finish(figure, title, CALIBRATED, height=340).update_layout(barmode="stack", legend_traceorder="normal")
-    return figure.update_xaxes(showgrid=False)
+    return figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
 
 
 def decode_bars(steps: Mapping[tuple[str, int], Mapping[str, float]]) -> go.Figure:
