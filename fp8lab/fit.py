@@ -38,8 +38,6 @@ JOINED = (
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "gate_up_proj")
 SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
 """How tensor parallelism cuts a weight (N, K): output rows, or input columns. Others are replicated."""
-RESERVED = 0.9
-"""Share of a GPU's memory that vLLM takes by default (gpu_memory_utilization)."""
 
 
 class Matrix(NamedTuple):
@@ -207,22 +205,22 @@ def _memory(plan: PrecisionPlan, where: Setting, model: nn.Module) -> Iterator[P
     if where.gpu is None:
         return
     size, limit, gb = memory(plan, model), where.gpu.memory, 1e9
-    gpus, tokens = where.rollout_tensor_parallel, where.max_length or 1
+    gpus, tokens, share = where.rollout_tensor_parallel, where.max_length or 1, where.memory_share
     weights = size["rollout_weights" if where.rollout == "vllm" else "master_weights"]
     wide = (
         2 if where.rollout == "native" and not plan.rollout.attention.is_fp8 else 1
     )  # float32 where engines have BF16
     token = wide * size["kv_cache_per_token"]
-    room = RESERVED * limit * gpus - weights
+    room = share * limit * gpus - weights
     fits = int(room // token) if token else tokens
-    engine = f"{gpus} x {where.hardware} ({RESERVED * limit / gb:.0f} GB usable each)"
+    engine = f"{gpus} x {where.hardware} ({share * limit / gb:.0f} GB usable each)"
     if fits < tokens:
         found = f"{size_text(weights)} of weights and {tokens} tokens of KV cache on {engine}"
         fix = "raise rollout_tensor_parallel, take a larger GPU, shorten max_length, or FP8 in more layers"
-        yield Problem("error", "memory (rollout)", found, f"{RESERVED * limit * gpus / gb:.0f} GB", fix)
+        yield Problem("error", "memory (rollout)", found, f"{share * limit * gpus / gb:.0f} GB", fix)
     else:
         found = f"{size_text(weights)} of weights leave room for {fits:,} tokens of KV cache on {engine}"
-        yield Problem("note", "memory (rollout)", found, f"{RESERVED * limit * gpus / gb:.0f} GB", "it fits")
+        yield Problem("note", "memory (rollout)", found, f"{share * limit * gpus / gb:.0f} GB", "it fits")
     state = size["master_weights"] + size["adam"] + size["gradients"]
     state += 0 if where.trainer == "native" else size["master_weights"] // 2  # BF16 parameters beside FP32 masters
     each = state / where.gpus
@@ -230,7 +228,7 @@ def _memory(plan: PrecisionPlan, where: Setting, model: nn.Module) -> Iterator[P
     if each > limit:
         fix = "more GPUs (sharded), CPU offload of the optimizer, LoRA, or a smaller model"
         yield Problem("error", "memory (trainer)", found, f"{limit / gb:.0f} GB ({where.hardware})", fix)
-    elif each + weights / gpus > RESERVED * limit and not where.asynchronous:
+    elif each + weights / gpus > share * limit and not where.asynchronous:
         fix = "they must take turns on the GPUs: offload the trainer, or let the engine sleep, between phases"
         yield Problem(
             "warning", "memory (both sides)", f"{found}, beside the rollout's weights", "either at a time", fix

@@ -93,6 +93,7 @@ def recipe_setting(data: Mapping[str, Any]) -> dict[str, Any]:
         "trainer": "megatron" if value(nemo_rl.MEGATRON + "enabled") else "dtensor",
         "rollout_tensor_parallel": value(nemo_rl.VLLM + "tensor_parallel_size"),
         "rollout_expert_parallel": value(nemo_rl.VLLM + "expert_parallel_size", 1),
+        "memory_share": float(value(nemo_rl.VLLM + "gpu_memory_utilization", 0.9)),
         "tensor_parallel": value(nemo_rl.MEGATRON + "tensor_model_parallel_size"),
         "pipeline_parallel": value(nemo_rl.MEGATRON + "pipeline_model_parallel_size"),
         "expert_parallel": value(nemo_rl.MEGATRON + "expert_model_parallel_size"),

@@ -76,6 +76,8 @@ class Setting:
     """GPUs that share one rollout engine."""
     rollout_expert_parallel: int = 1
     """Above 1 an engine's GPUs hold whole experts instead of slices of all."""
+    memory_share: float = 0.9
+    """Share of each GPU's memory that the rollout engine may take; vLLM's `gpu_memory_utilization` and its default."""
     tensor_parallel: int = 1
     """The trainer's; likewise the next ones."""
     pipeline_parallel: int = 1
@@ -102,6 +104,8 @@ class Setting:
         for name in ("gpus", "max_length", "packing_multiple", *(f.name for f in fields(self) if "parallel" in f.name)):
             if type(value := getattr(self, name)) is int and value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
+        if not 0 < self.memory_share <= 1:
+            raise ValueError(f"memory_share is {self.memory_share!r}; it must be above 0 and at most 1")
         for name, value in self.environment.items():
             if not isinstance(value, str):
                 raise ValueError(f"environment has {name}={value!r}; it must map names to text, for example '1'")

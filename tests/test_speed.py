@@ -46,9 +46,15 @@ def test_shapes_are_the_published_sizes(shapes):
 
 @pytest.mark.parametrize("model", [*MODELS.values(), "tiny-llama", "tiny-qwen3-moe"])
 def test_every_parameter_is_counted_once(model):
-    """tiny-llama ties lm_head to the embedding: one tensor, read as the head."""
     built = coverage.meta_model(model)
     assert total(ModelShape.of(built)) == sum(p.numel() for p in built.parameters())
+
+
+def test_a_tied_head_is_the_embedding_and_is_counted_once():
+    tied = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    tied |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": True}
+    shape, built = ModelShape.of(tied), coverage.meta_model(tied)
+    assert shape.head == 128 * 1000 and total(shape) == sum(p.numel() for p in built.parameters())
 
 
 def test_kv_capacities_of_nemo_rl_pull_request_1212(shapes):
