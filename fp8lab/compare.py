@@ -1,6 +1,6 @@
 """Compare runs: a table per arm with intervals, and each arm's paired difference to a base arm.
 
-    compare(run_folders)        what was found, as plain dicts (JSON)
+    compare(folders)            what was found, as plain dicts (JSON)
     as_text(comparison)         the same as a table
 
 An *arm* is a run name, its seeds are repetitions. Differences are taken within a seed, because runs of one seed see the
@@ -16,25 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fp8lab.runlog import RunLog
+from fp8lab.runlog import RunLog, find_runs
 from fp8lab.sweep import final_metrics, interval, is_finished, paired_difference
 
 MARGIN = 0.03
 """Accuracy margin within which two arms count as equivalent, fixed before the studies in data/."""
 COMPARED = ("accuracy_last", "token_mult_prob_error")
-
-
-def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """Run directories that these folders are, or hold directly; FileNotFoundError for a folder with none."""
-    found: list[Path] = []
-    for folder in map(Path, folders):
-        here = (
-            [folder] if (folder / "config.json").is_file() else sorted(p.parent for p in folder.glob("*/config.json"))
-        )
-        if not here:
-            raise FileNotFoundError(f"{folder} holds no run: no config.json in it or one level below")
-        found += here
-    return list(dict.fromkeys(found))
 
 
 def compare(folders: Iterable[str | Path], *, base: str | None = None, margin: float = MARGIN) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -144,6 +145,22 @@ class RunLog:
             discard(folder)
         for folder in (self.folder / "checkpoints").glob(".step-*.tmp-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """The run directories that these folders are, or hold directly, oldest first by name within a folder;
+    FileNotFoundError for a folder with none."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        here = (
+            [folder] if (folder / "config.json").is_file() else sorted(p.parent for p in folder.glob("*/config.json"))
+        )
+        if not here:
+            raise FileNotFoundError(
+                f"{folder} holds no run; choose a folder with config.json in it, or the one above it"
+            )
+        found += here
+    return list(dict.fromkeys(found))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -50,3 +50,14 @@ def pytest_runtest_setup(item):
 def root():
     """The checkout's top folder."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """torch with one CPU thread: the same last bits on every machine, and no waiting for a busy second core."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -24,12 +24,7 @@ STUDY = data_dir() / "evidence" / "three-arms"
 FP8_ROLLOUT, FP8_BOTH = PrecisionPlan.preset("fp8-rollout"), PrecisionPlan.preset("fp8-e2e")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

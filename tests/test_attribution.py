@@ -32,12 +32,7 @@ PLAN = PrecisionPlan.preset("fp8-rollout")
 SHIPPED = data_dir() / "evidence" / "frontier.json"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

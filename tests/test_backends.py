@@ -36,12 +36,7 @@ REAL_SCALED_MM, REAL_MM = F.scaled_mm, torch.mm
 WIDE = LinearPrecision(output="float32")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def meta(t):

@@ -11,13 +11,7 @@ import torch
 from fp8lab import bench
 from fp8lab.quantizers import BlockQuantizer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)])

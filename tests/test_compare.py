@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fp8lab import cli, compare
-from fp8lab.runlog import RunLog
+from fp8lab.runlog import RunLog, find_runs
 from fp8lab.tasks import data_dir
 
 EVIDENCE = data_dir() / "evidence" / "three-arms"
@@ -33,7 +33,7 @@ def test_agrees_with_the_shipped_summary(found):
 
 def test_paired_interval_is_scipys(found):
     last = {}
-    for folder in compare.find_runs([EVIDENCE]):
+    for folder in find_runs([EVIDENCE]):
         log = RunLog(folder)
         accuracies = [row["validation_accuracy"] for row in log.rows() if "validation_accuracy" in row]
         last.setdefault(log.config["name"], {})[log.config["seed"]] = accuracies[-1]

@@ -14,12 +14,7 @@ SPLITS = ("train", "validation", "test")
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,7 @@ from fp8lab.precision import PrecisionPlan
 TEXT = "".join(f"{a}+{b}={a + b}" for a in range(10, 40) for b in range(7, 40, 9))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_command_writes_a_report(tmp_path, capsys):

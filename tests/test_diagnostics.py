@@ -23,12 +23,7 @@ NAN, INF = float("nan"), float("inf")
 EQUAL = {"token_mult_prob_error": 1.0, "sampling_importance_ratio": 1.0}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logprobs(seed=0, shape=(4, 9), noise=0.1):

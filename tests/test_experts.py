@@ -36,12 +36,7 @@ E, K = 4, 200
 COUNTS = [150, 0, 1, 130]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def experts_module(hidden=K, intermediate=72, seed=0):

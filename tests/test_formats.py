@@ -18,12 +18,7 @@ CODES = np.arange(256, dtype=np.uint8)
 BOTH = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def finite_values(fmt):

@@ -15,12 +15,7 @@ ACTIVATION, WEIGHT, WHOLE_MATRIX = (1, 128), (128, 128), (WHOLE, WHOLE)
 DTYPE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def unscaled(codes, fmt="e4m3"):

@@ -56,12 +56,7 @@ def sample(kind, shape, seed=0):
     return x * {"random": 1.0, "zero": 0.0, "small": 1e-30, "denormal": 1e-41, "tiny": 2e-45, "huge": 7e37}[kind]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 KINDS = ["random", "bf16", "lognormal", "nonfinite", "zero blocks", "zero", "small", "denormal", "tiny", "huge"]

@@ -22,12 +22,7 @@ ROLLOUT_ONLY, BF16 = PrecisionPlan.preset("fp8-rollout"), PrecisionPlan.preset("
 PROMPTS = ["12+7=", "3+4=", "91-15=", "3+4=", "8*6=", "77+6="]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

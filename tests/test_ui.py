@@ -14,8 +14,9 @@ import pytest
 
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.precision import PrecisionPlan
+from fp8lab.runlog import find_runs
 from fp8lab.tasks import data_dir
-from fp8lab.ui import lessons, plots, runner
+from fp8lab.ui import lessons, plots
 from fp8lab.ui.panels import RunPanel, arm_name, static_reason
 
 TINY = ExperimentConfig(steps=2, prompts_per_step=4, eval_prompts=8, eval_samples=1, rollout_kernels="other")
@@ -270,7 +271,7 @@ def test_static_mode_has_no_live_widget(monkeypatch):
 
 def test_a_folder_without_runs_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        runner.run_folders(tmp_path)
+        find_runs([tmp_path])
 
 
 # ---- lessons --------------------------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ import pandas as pd
 
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.precision import PrecisionPlan
-from fp8lab.runlog import RunLog
+from fp8lab.runlog import RunLog, find_runs
 from fp8lab.ui import plots
-from fp8lab.ui.runner import Runner, run_folders
+from fp8lab.ui.runner import Runner
 
 REFRESH = 0.35
 """Seconds between two redraws."""
@@ -223,7 +223,7 @@ class RunPanel:
     @classmethod
     def from_runs(cls, folder: str | Path) -> RunPanel:
         """A panel that shows the runs in `folder`, with the newest one's settings to go on from."""
-        newest = run_folders(folder)[-1]
+        newest = find_runs([folder])[-1]
         return cls(ExperimentConfig.from_dict(RunLog(newest).config), home=newest.parent).attach(folder)
 
     # ---- drawing; called from the worker thread too -----------------------------------------------------------------

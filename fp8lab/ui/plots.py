@@ -22,6 +22,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from fp8lab.compare import value_text
+
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 TEXT, GRID, CLEAR = "#7a7a7a", "rgba(128,128,128,0.22)", "rgba(0,0,0,0)"
@@ -236,17 +238,14 @@ def summary(runs: Runs) -> pd.DataFrame:
 def study_table(study: Mapping[str, Any]) -> pd.DataFrame:
     """A shipped study (data/evidence/*.json) as a table: means over seeds with 95 % intervals, a line an arm."""
 
-    def text(value: Mapping[str, float], digits: int) -> str:
-        return f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
-
     table = {}
     for arm, values in study["arms"].items():
         difference = study["paired_differences"].get(f"{arm} - bf16")
         table[arm] = {
-            "accuracy after training": text(values["accuracy_last"], 3),
-            "minus BF16, same seed": text(difference["accuracy_last"], 4) if difference else "",
-            "token_mult_prob_error, steps 1-30": text(values["token_mult_prob_error_first_30"], 4),
-            "last 10 steps": text(values["token_mult_prob_error_last_10"], 4),
+            "accuracy after training": value_text(values["accuracy_last"], 3),
+            "minus BF16, same seed": value_text((difference or {}).get("accuracy_last"), 4),
+            "token_mult_prob_error, steps 1-30": value_text(values["token_mult_prob_error_first_30"], 4),
+            "last 10 steps": value_text(values["token_mult_prob_error_last_10"], 4),
         }
     return pd.DataFrame.from_dict(table, orient="index")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fp8lab.compare import curves, find_runs, mean_curve, table_rows
-from fp8lab.runlog import RunLog, write_atomically
+from fp8lab.compare import curves, mean_curve, table_rows
+from fp8lab.runlog import RunLog, find_runs, write_atomically
 from fp8lab.ui.plots import CONFIG, arm_style, finish
 
 CURVES = {

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from fp8lab.experiment import ExperimentConfig, run
-from fp8lab.runlog import RunLog
+from fp8lab.runlog import RunLog, find_runs
 from fp8lab.ui import plots
 
 
@@ -129,7 +129,7 @@ class Runner:
 
         FileNotFoundError if there is none.
         """
-        found = run_folders(folder)
+        found = find_runs([folder])
         for path in found:
             log = RunLog(path)
             with self._lock:
@@ -172,17 +172,6 @@ class Runner:
             number += 1
             path = self.home / f"{name}-{number}"
         return path
-
-
-def run_folders(folder: str | Path) -> list[Path]:
-    """The run directories that `folder` is or holds, oldest first by name; FileNotFoundError if there is none."""
-    folder = Path(folder)
-    if (folder / "config.json").is_file():
-        return [folder]
-    found = sorted(path.parent for path in folder.glob("*/config.json"))
-    if not found:
-        raise FileNotFoundError(f"{folder} holds no run; choose a folder with config.json in it, or the one above it")
-    return found
 
 
 def _no_progress_bars() -> None:
