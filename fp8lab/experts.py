@@ -35,6 +35,7 @@ from fp8lab.linear import (
     QuantizedCopy,
     QuantizedWeight,
     _Float8Matmul,
+    eager,
     matmul,
     quantize_weight,
     round_operand,
@@ -139,7 +140,7 @@ def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
-@torch.compiler.disable(reason="experts are quantized in a numba kernel")
+@eager
 def experts_forward(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:

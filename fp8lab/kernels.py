@@ -8,10 +8,10 @@ Rounding to p significant bits without an FP8 instruction is Dekker's splitting:
 t - (t - y) is y rounded to nearest even with p bits. Below the smallest normal number the spacing is constant, and
 adding and subtracting 1.5 * 2^23 * spacing rounds to it.
 
-Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows over a small Python thread
-pool. That avoids numba's own threading layers, one of which aborts the process when two threads call it (a training
-thread beside a notebook's plots, say). Compiled code is cached on disk, so only the first call ever pays (2 to 3 s; two
-environments with different numba versions over one checkout overwrite each other's cache).
+Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows over the caller and a small
+Python thread pool. That avoids numba's own threading layers, one of which aborts the process when two threads call it
+(a training thread beside a notebook's plots, say). Compiled code is cached on disk, so only the first call ever pays (2
+to 3 s; two environments with different numba versions over one checkout overwrite each other's cache).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from numba import njit
 from fp8lab.formats import Float8Format
 from fp8lab.scales import ScaleRule
 
-_SPLIT_ABOVE = 1 << 18  # elements; below this a second thread costs more than it saves
+_SPLIT_ABOVE = 1 << 20  # elements; below this a second thread costs more than it saves
+_NO_CODES = np.empty((0, 1), np.uint8)
 _pool: ThreadPoolExecutor | None = None
 
 
@@ -129,13 +130,12 @@ def _mark_nonfinite(bits, row, left, right, values, codes):
 
 
 @njit(nogil=True, cache=True)
-def _quantize(
-    x, bits, first, last, block, constants, max_exponent, mantissa_bits, mode, values, codes, scales, factors, bad
-):
+def _quantize(x, bits, first, last, block, constants, exponent, mantissa_bits, mode, values, codes, scales, factors):
     """Quantize block rows first..last of the matrix x, whose bit patterns are `bits` (int32); see quantize_blocks.
 
-    `values` is written as int32 bit patterns, so that the sign is copied without a branch; bad: non-finite elements per
-    block row. mode: 0 computes scales by the rule `default`, 1 by `pow2`; 2 divides by given factors, 3 multiplies.
+    Returns how many elements are not finite. `values` is written as int32 bit patterns, so that the sign is copied
+    without a branch. mode: 0 computes scales by the rule `default`, 1 by `pow2` (then `factors` may be `scales`
+    itself); 2 divides by given factors, 3 multiplies.
     A block row is read in storage order, twice: the second time from cache.
 
     The spans' ends are unsigned: a signed index may be negative (counted from the end, in Python), and the test for
@@ -145,6 +145,7 @@ def _quantize(
     num_blocks = scales.shape[1]
     largest = np.empty(num_blocks, np.int32)
     infinity = np.int32(0x7F800000)
+    bad = 0
     for block_row in range(first, last):
         top, bottom = block_row * block[0], min(block_row * block[0] + block[0], rows)
         largest[:] = 0
@@ -153,13 +154,12 @@ def _quantize(
             for b in range(num_blocks):
                 left, right = np.uintp(b * block[1]), np.uintp(min(b * block[1] + block[1], cols))
                 largest[b] = _amax_pattern(bits, row, left, right, largest[b])
-        bad[block_row] = 0
         for b in range(num_blocks):
             if mode < 2:
                 amax = largest[b]
                 if amax >= infinity:
                     amax = _finite_amax(bits[top:bottom, b * block[1] : min(b * block[1] + block[1], cols)])
-                scales[block_row, b] = _scale_of(np.int32(amax).view(np.float32), constants[0], max_exponent, mode == 1)
+                scales[block_row, b] = _scale_of(np.int32(amax).view(np.float32), constants[0], exponent, mode == 1)
                 factors[block_row, b] = scales[block_row, b]
         for r in range(top, bottom):
             row = np.uintp(r)
@@ -172,7 +172,8 @@ def _quantize(
                 if codes.shape[0] > 0:
                     _encode_span(x, bits, row, left, right, times, over, mantissa_bits, constants, codes)
                 if largest[b] >= infinity:  # rare
-                    bad[block_row] += _mark_nonfinite(bits, row, left, right, values, codes)
+                    bad += _mark_nonfinite(bits, row, left, right, values, codes)
+    return bad
 
 
 def quantize_blocks(
@@ -193,28 +194,28 @@ def quantize_blocks(
     rows, cols = x.shape
     grid = (-(-rows // block[0]), -(-cols // block[1]))
     values = torch.empty_like(x) if out is None else out
-    codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else torch.empty((0, 1), dtype=torch.uint8)
-    counts = np.zeros(grid[0], dtype=np.int64)
+    codes = torch.empty(x.shape, dtype=torch.uint8) if want_codes else None
     exponent = math.frexp(fmt.max)[1] - 1
     if given is None:
-        mode, scale, factor = int(rule.pow2 is not None), torch.empty(grid), torch.empty(grid)
+        mode, scale = int(rule.pow2 is not None), torch.empty(grid)
+        factor = scale
     else:
         mode, (scale, factor) = (2 if rule.apply == "divide" else 3), (t.contiguous() for t in given)
     settings = (block, _constants(fmt), exponent, fmt.mantissa_bits, mode)
-    arrays = (values.numpy().view(np.int32), codes.numpy(), scale.numpy(), factor.numpy(), counts)
-    source = (x.detach().numpy(), x.detach().numpy().view(np.int32))
+    code_array = _NO_CODES if codes is None else codes.numpy()
+    arrays = (values.numpy().view(np.int32), code_array, scale.numpy(), factor.numpy())
+    array = x.detach().numpy()
+    source = (array, array.view(np.int32))
     threads = min(torch.get_num_threads(), grid[0])
     if x.numel() < _SPLIT_ABOVE or threads == 1:
-        _quantize(*source, 0, grid[0], *settings, *arrays)
+        bad = _quantize(*source, 0, grid[0], *settings, *arrays)
     else:
-        bounds = np.linspace(0, grid[0], threads + 1).astype(int)
+        bounds = [int(bound) for bound in np.linspace(0, grid[0], threads + 1)]
         jobs = [
-            _threads().submit(_quantize, *source, int(bounds[i]), int(bounds[i + 1]), *settings, *arrays)
-            for i in range(threads)
+            _threads().submit(_quantize, *source, *bounds[i : i + 2], *settings, *arrays) for i in range(1, threads)
         ]
-        for job in jobs:
-            job.result()
-    return values, codes if want_codes else None, scale, int(counts.sum())
+        bad = _quantize(*source, *bounds[:2], *settings, *arrays) + sum(job.result() for job in jobs)
+    return values, codes, scale, bad
 
 
 @njit(nogil=True, cache=True)

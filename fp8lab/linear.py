@@ -27,7 +27,9 @@ backends.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -74,6 +76,23 @@ class QuantizedWeight(NamedTuple):
     """(N, K) float32, dequantized (or rounded to BF16)."""
     packed: QuantizedTensor | None
     """Codes and scales; None for BF16."""
+
+
+def eager(forward: Callable) -> Callable:
+    """Keep torch.compile out of a method that runs a numba kernel: its callers get a graph break.
+
+    As torch.compiler.disable, but without the second that importing torch's compiler takes, until something compiles.
+    """
+    chosen = forward
+
+    @functools.wraps(forward)
+    def run(*args):
+        nonlocal chosen
+        if chosen is forward and "torch._dynamo" in sys.modules:
+            chosen = torch.compiler.disable(forward, reason="quantizes in a numba kernel")
+        return chosen(*args)
+
+    return run
 
 
 class QuantizedCopy:
@@ -139,7 +158,7 @@ class Float8Linear(QuantizedCopy, nn.Linear):
         layer.train(linear.training)
         return layer
 
-    @torch.compiler.disable(reason="Float8Linear quantizes in a numba kernel")
+    @eager
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) of any dtype -> (..., N) float32: the GEMM `output`; its gradients run the other two."""
         shape = x.shape[:-1]
@@ -185,9 +204,12 @@ def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> Quantiz
 
 def round_operand(x: torch.Tensor, fmt: str, precision: LinearPrecision) -> torch.Tensor:
     """An activation or gradient operand (M, K) rounded to fmt in 1 x group blocks along K, held in float32."""
-    if fmt in FP8:
-        return BlockQuantizer((1, precision.group), fmt, precision.rule).fake_quantize(x)
-    return round_bf16(x)
+    return _group_quantizer(precision.group, fmt, precision.rule).fake_quantize(x) if fmt in FP8 else round_bf16(x)
+
+
+@functools.cache
+def _group_quantizer(group: int, fmt: str, rule: str) -> BlockQuantizer:
+    return BlockQuantizer((1, group), fmt, rule)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, kernels: str = "default") -> torch.Tensor:

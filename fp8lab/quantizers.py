@@ -25,6 +25,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -241,15 +242,12 @@ class BlockQuantizer:
             given = list(zip(scale, multiplier, strict=True))
         outs = [None] * len(x3) if out is None else out.view(x3.shape)
         parts = [
-            quantize_blocks(matrix.contiguous(), (rows, cols), self._fmt, self._rule, want_codes, fixed, place)
-            for matrix, fixed, place in zip(x3, given, outs, strict=True)
+            quantize_blocks(x3[i].contiguous(), (rows, cols), self._fmt, self._rule, want_codes, given[i], outs[i])
+            for i in range(len(x3))
         ]
-        values, codes, scale, bad = zip(*parts, strict=True)
-        if out is not None:
-            return out, None, self._shape_scale(torch.stack(scale), x), sum(bad)
-        joined = [t[0] if len(t) == 1 else torch.stack(t) for t in (values, codes if want_codes else values, scale)]
-        codes_out = joined[1].view(x.shape) if want_codes else None
-        return joined[0].view(x.shape), codes_out, self._shape_scale(joined[2], x), sum(bad)
+        values, codes, scale, bad = parts[0] if len(parts) == 1 else map(_stack, zip(*parts, strict=True))
+        values = out if out is not None else values.view(x.shape)
+        return values, codes.view(x.shape) if want_codes else None, self._shape_scale(scale, x), bad
 
     def _sizes(self, x3: torch.Tensor) -> tuple[int, int]:
         rows, cols = (max(dim, 1) if b == WHOLE else b for b, dim in zip(self.block, x3.shape[1:], strict=True))
@@ -265,6 +263,13 @@ class BlockQuantizer:
         return QuantizedTensor(
             codes=codes, scale=scale, block=self.block, format=self.format, rule=self._rule.name, nonfinite=bad
         )
+
+
+def _stack(parts: tuple) -> Any:
+    """The results of several matrices as one: tensors stacked, counts added up, None stays None."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.stack(parts)
+    return None if parts[0] is None else sum(parts)
 
 
 def _as_matrices(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ shapes that a system refuses.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,7 +89,7 @@ class ScaleRule:
             raise ValueError(f"scale rule is {name!r}; allowed: {', '.join(SCALE_RULES)}")
         return SCALE_RULES[name]
 
-    @property
+    @functools.cached_property
     def fused(self) -> bool:
         """True for the two rules that the one-pass kernel computes itself: `default` and `pow2`."""
         return replace(self, name="default", pow2=None, note="") == ScaleRule() and self.pow2 in (None, "bits")

@@ -184,7 +184,7 @@ def test_square_blocks_serve_both_directions():
 
 def test_two_threads_at_once():
     """Both above the size at which the kernel splits its work over its own pool."""
-    x = [sample("random", (1100, 257), seed) for seed in range(4)]
+    x = [sample("random", (4100, 257), seed) for seed in range(4)]
     quantizer = BlockQuantizer((128, 128))
     want = [quantizer.quantize(m) for m in x]
     errors, start = [], threading.Barrier(4)
