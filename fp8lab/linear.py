@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -167,7 +167,14 @@ class Float8Linear(QuantizedCopy, nn.Linear):
 
     def multiply(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """x (M, K) -> (M, N), both float32, with its gradients; mask (M,): the tokens grad_weight sums over."""
+        if not torch.is_grad_enabled():
+            return self.output(x, self.quantized, self.bias)
         return _Float8Matmul.apply(x, self.weight, self.bias, self, mask)
+
+    def fuses_with(self, other: nn.Module) -> bool:
+        """True if one GEMM can do both layers' work on the same input."""
+        same = type(other) is type(self) and (other.precision, other.kernels) == (self.precision, self.kernels)
+        return same and self.bias is None and other.bias is None
 
     def output(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (M, K) -> (M, N), both float32; the bias is added before the result is rounded."""
@@ -190,6 +197,27 @@ class Float8Linear(QuantizedCopy, nn.Linear):
         return f"{super().extra_repr()}, {self.precision}, backend={self.backend}" + (
             "" if self.kernels == "default" else f", kernels={self.kernels}"
         )
+
+
+def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Linears of one input as one GEMM, as inference engines run them (vLLM: qkv_proj, gate_up_proj); forward only.
+
+    x (..., K) -> one (..., N) float32 per layer. The operand is rounded once instead of once per layer, to the same
+    codes. The layers' copies of their weights become parts of the fused one, so nothing is stored twice. Layers that
+    differ in precision or backend, have a bias or fixed tiles run one by one.
+    """
+    first = layers[0]
+    emulated = type(first) is Float8Linear and first.kernels != invariant.NAME
+    if not emulated or not all(first.fuses_with(layer) for layer in layers):
+        return [layer(x) for layer in layers]
+    sizes, copies = [layer.out_features for layer in layers], [layer.quantized for layer in layers]
+    weight = copies[0].values._base
+    if weight is None or len(weight) != sum(sizes) or any(copy.values._base is not weight for copy in copies):
+        weight = torch.cat([copy.values for copy in copies])  # the first time after a refresh
+        for layer, copy, part in zip(layers, copies, weight.split(sizes), strict=True):
+            layer._cache = copy._replace(values=part)
+    y = first.output(x.reshape(-1, x.shape[-1]).float(), QuantizedWeight(weight, None))
+    return y.view(*x.shape[:-1], -1).split(sizes, dim=-1)
 
 
 def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> QuantizedWeight:

@@ -8,7 +8,8 @@ cache objects and keyword arguments. A decoder-only Llama-like model needs littl
     x      += W_o softmax(q K^T / sqrt(D)) V
     x      += mlp(norm(x))
 
-Every W, norm and mlp is the model's module itself, so what is quantized, and how, stays the layers' own business.
+Every W, norm and mlp is the model's module itself, so what is quantized, and how, stays the layers' own business; q, k
+and v, and gate and up, run as one GEMM each where they may (`linear.fused_linears`).
 
 Column = position: token p of a sequence lies in column p of its cache row, whatever the batch. So the mask is just
 "column <= position", padding (on the right) is overwritten before it could be seen, and a sum over keys runs in an
@@ -19,8 +20,8 @@ Two pieces are made to be replaced:
     storage     subclass KVCache and override `fields`, `store` and `load` (FP8 codes and scales instead of float32):
                 Decoder(model, cache_type=MyCache). k and v (..., heads, D) arrive after RoPE and q/k-norm.
     attention   Decoder(model, attention=f) with transformers' attention interface:
-                f(module, q (R, H, T, D), k (R, H_kv, L, D), v, mask (R, 1, T, L) bool, scaling=...)
-                -> (R, T, H, D), None
+                f(module, q (R, H, T, D), k (R, H_kv, L, D), v, mask (R, 1, T, L) bool, scaling=...,
+                bias=the mask as 0 and -inf, real=which of the new tokens are no padding) -> (R, T, H, D), None
 
 Left out: sliding windows, latent attention, per-layer position schemes: `unsupported` names why a model needs
 transformers' forward. Sequences that part no longer share the memory of what they had in common.
@@ -33,6 +34,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from fp8lab.linear import fused_linears
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -62,13 +65,13 @@ class KVCache:
         fields = self.fields(head_dim)
         self.buffers = [
             {
-                kind: [torch.zeros(columns, rows, heads, w, dtype=d, device=device) for d, w in fields]
+                kind: [torch.empty(columns, rows, heads, w, dtype=d, device=device) for d, w in fields]
                 for kind in ("key", "value")
             }
             for _ in range(layers)
         ]
         self.row = torch.arange(rows, device=device)[:, None]
-        self.used = 0  # columns that some row has written
+        self.used = 0  # columns that some row has written; the others hold nothing yet
         self.spare: dict[int, torch.Tensor] = {}
 
     def fields(self, head_dim: int) -> tuple[tuple[torch.dtype, int], ...]:
@@ -83,9 +86,16 @@ class KVCache:
         """What `store` gave, back to (..., heads, D) float32."""
         return stored[0]
 
+    def reach(self, length: int) -> None:
+        """Begin columns up to `length`, as zeros: rows that have no token there yet are masked, but 0 * NaN is NaN."""
+        if length > self.used:
+            for layer in self.buffers:
+                for buffer in (b for buffers in layer.values() for b in buffers):
+                    buffer[self.used : length].zero_()
+            self.used = length
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
         """Write k and v (R, T, heads, D) of every row at its positions (R, T)."""
-        self.used = max(self.used, int(positions.max()) + 1)
         for kind, x in (("key", k), ("value", v)):
             for buffer, new in zip(self.buffers[layer][kind], self.store(layer, kind, x), strict=True):
                 buffer[positions, self.row] = new
@@ -108,7 +118,6 @@ class KVCache:
                 for field, old in enumerate(buffers):
                     new = self._room(field, old, len(rows))
                     torch.index_select(old[: self.used], 1, rows, out=new[: self.used])
-                    new[self.used :].zero_()
                     buffers[field], self.spare[field] = new, old
         self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
@@ -127,9 +136,12 @@ class KVCache:
         return sum(b.nbytes for layer in self.buffers for buffers in layer.values() for b in buffers)
 
 
-def attend(module: nn.Module, q, k, v, mask, *, scaling: float, **_) -> tuple[torch.Tensor, None]:
-    """torch's scaled dot product attention, as in transformers' forward, so that both sides add alike."""
-    bias = torch.zeros(mask.shape, device=q.device).masked_fill_(~mask, float("-inf"))  # a bool mask is slower
+def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
+    """Attention as in transformers' forward; of one new token two batched matmuls, which are faster there."""
+    if q.shape[2] == 1:
+        grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
+        p = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling).add_(bias).softmax(dim=-1)
+        return torch.matmul(p, v).view(len(q), 1, -1, v.shape[-1]), None
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=shared)
     return out.transpose(1, 2), None
@@ -167,25 +179,37 @@ class Decoder:
         base = self.model.model
         length = int(positions.max()) + 1
         mask = torch.arange(length, device=tokens.device) <= positions[:, None, :, None]
+        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        cache.reach(length)
         cache.real = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
         x = base.embed_tokens(tokens)
         for number, layer in enumerate(base.layers):
-            x = x + self._attend(number, layer.self_attn, layer.input_layernorm(x), positions, cache, mask, cos, sin)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            h = layer.input_layernorm(x)
+            x = x + self._attend(number, layer.self_attn, h, positions, cache, mask, bias, cos, sin)
+            x = x + _mlp(layer.mlp, layer.post_attention_layernorm(x))
         x = x[torch.arange(len(x), device=x.device), last]
         return self.model.lm_head(base.norm(x)).float()
 
-    def _attend(self, number, module, h, positions, cache, mask, cos, sin) -> torch.Tensor:
+    def _attend(self, number, module, h, positions, cache, mask, bias, cos, sin) -> torch.Tensor:
         shape = (*h.shape[:2], -1, self.head_dim)
-        q, k, v = (project(h).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+        projections = module.q_proj, module.k_proj, module.v_proj
+        q, k, v = (part.view(shape) for part in fused_linears(projections, h))
         if hasattr(module, "q_norm"):
             q, k = module.q_norm(q), module.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         cache.append(number, k, v, positions)
         k, v = cache.read(number, mask.shape[-1])
-        out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, scaling=module.scaling, real=cache.real)
+        more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
+        out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, **more)
         return module.o_proj(out.reshape(*h.shape[:2], -1))
+
+
+def _mlp(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    if not hasattr(module, "gate_proj"):  # experts
+        return module(h)
+    gate, up = fused_linears((module.gate_proj, module.up_proj), h)
+    return module.down_proj(module.act_fn(gate) * up)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

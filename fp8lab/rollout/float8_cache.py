@@ -69,7 +69,7 @@ def float8_cache(model: nn.Module) -> dict[str, Any]:
     if state is None:
         return {}
 
-    def attention(module: nn.Module, q, k: Operand, v: Operand, mask, *, scaling: float, real: torch.Tensor):
+    def attention(module: nn.Module, q, k: Operand, v: Operand, mask, *, scaling: float, real: torch.Tensor, **_):
         q = state.round("query", module.layer_idx, q, real)
         out = attend(q, k, v, mask, scaling, round_probabilities=state.precision.probabilities == "e4m3")
         return out.transpose(1, 2), None
