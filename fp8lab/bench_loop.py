@@ -11,7 +11,8 @@ that environment's Python, and takes turns between fp8lab and the peer there, so
 
 A peer that is not there is named, never guessed. `transformers.generate` samples the same prompts from the same
 float32 weights, but other random numbers: tokens are counted, and what is compared is time for equally many sequences.
-Our rollouts round to BF16 operands as well, work that the peers do not do. A missed goal comes with the five dearest
+The goals are on our float32 engine, whose linears are the peers' (`conversion.restore`); BF16 and FP8 are emulated, and
+rounding their operands is work that the peers do not do. A missed goal comes with the five dearest
 operations of what missed it.
 """
 
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from fp8lab.bench import goal, machine, paired
+from fp8lab.conversion import restore
 from fp8lab.experiment import Loop
 from fp8lab.models import load_model, load_tokenizer
 from fp8lab.precision import PrecisionPlan
@@ -53,8 +55,8 @@ def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int 
     """
     questions, tokenizer = _questions(prompts), load_tokenizer(MODEL)
     model = load_model(MODEL)
-    engine = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
-    fp8 = NativeEngine(model, PrecisionPlan.preset("fp8-rollout"), tokenizer=tokenizer)
+    engine = _float32_engine(model, tokenizer)
+    bf16, fp8 = (NativeEngine(model, PrecisionPlan.preset(p), tokenizer=tokenizer) for p in ("bf16", "fp8-rollout"))
     seeds = itertools.count()
 
     def native(engine: NativeEngine, sampling: SamplingParams):
@@ -64,21 +66,22 @@ def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int 
     rows = paired(
         {
             "transformers.generate": lambda: _generate(model, tokenizer, questions, MAX_TOKENS, equal=False),
-            "fp8lab BF16": lambda: native(engine, sampling),
+            "fp8lab float32": lambda: native(engine, sampling),
+            "fp8lab BF16": lambda: native(bf16, sampling),
             "fp8lab FP8 linears": lambda: native(fp8, sampling),
         },
         "transformers.generate",
         rounds=rounds,
     )
-    goals = [goal("BF16 rollout, times transformers.generate", rows[1]["ratio"], 1 / 3)]
+    goals = [goal("float32 rollout, times transformers.generate", rows[1]["ratio"], 1 / 3)]
     calls: dict[str, Callable[[], Any]] = {goals[0]["goal"]: lambda: native(engine, sampling)}
     equal = dataclasses.replace(sampling, max_tokens=equal_tokens)
-    endless = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
+    endless = _float32_engine(model, tokenizer)
     endless._eos = endless._eos.new_full((1,), -1)  # no token ends an answer
     rows += paired(
         {
             "generate, equal lengths": lambda: _generate(model, tokenizer, questions, equal_tokens, equal=True),
-            "fp8lab BF16, equal lengths": lambda: native(endless, equal),
+            "fp8lab float32, equal lengths": lambda: native(endless, equal),
         },
         "generate, equal lengths",
         rounds=rounds,
@@ -86,7 +89,7 @@ def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int 
     vllm, missing = _peer("vllm", ROOT / ".venv-vllm" / "bin" / "python", "run `make vllm`", rounds, prompts)
     if vllm:
         rows += vllm
-        goals.append(goal("BF16 rollout, times vLLM on this CPU", _ratio(vllm, "fp8lab BF16, beside vLLM"), 1.0))
+        goals.append(goal("float32 rollout, times vLLM on this CPU", _ratio(vllm, "fp8lab float32, beside vLLM"), 1.0))
         calls[goals[-1]["goal"]] = lambda: native(engine, sampling)
     result = {"bench": "rollout", "shape": [prompts, GROUP], "unit": "ns", "baseline": "the peer", "rows": rows}
     return result | {"goals": goals, "profiles": _profiles(goals, calls)} | machine(missing)
@@ -195,6 +198,12 @@ def _config(recipe: str, prompts: int):
     return dataclasses.replace(load_recipe(recipe), prompts_per_step=prompts, steps=10_000)
 
 
+def _float32_engine(model, tokenizer) -> NativeEngine:
+    engine = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
+    restore(engine.model)
+    return engine
+
+
 @torch.no_grad()
 def _generate(model, tokenizer, questions: list[str], max_tokens: int, *, equal: bool) -> torch.Tensor:
     inputs = tokenizer(questions, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
@@ -227,7 +236,7 @@ def _vllm_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
 
     questions, sampling = _questions(prompts), SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     engines = {"vLLM float32": VLLMEngine(MODEL, None)}
-    engines["fp8lab BF16, beside vLLM"] = NativeEngine(MODEL, PrecisionPlan.preset("bf16"))
+    engines["fp8lab float32, beside vLLM"] = _float32_engine(load_model(MODEL), load_tokenizer(MODEL))
     calls = {name: lambda e=e: e.generate(questions, sampling, seed=0) for name, e in engines.items()}
     return paired(calls, "vLLM float32", rounds=rounds)
 

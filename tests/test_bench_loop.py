@@ -13,7 +13,7 @@ def test_rollout_names_the_missing_peer(monkeypatch, tmp_path):
     assert "vllm was not measured" in missing and "make vllm" in missing
     missed = [g["goal"] for g in result["goals"] if not g["met"]]
     assert list(result["profiles"]) == missed and all(len(lines) == 5 for lines in result["profiles"].values())
-    assert "BF16 rollout, times transformers.generate" in bench.as_text(result)
+    assert "float32 rollout, times transformers.generate" in bench.as_text(result)
 
 
 def test_rows_of_times_that_were_taken_in_turn():

@@ -38,6 +38,7 @@ from torch import nn
 from fp8lab.linear import fused_linears
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FEW_TOKENS = 16
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -137,11 +138,12 @@ class KVCache:
 
 
 def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
-    """Attention as in transformers' forward; of one new token two batched matmuls, which are faster there."""
-    if q.shape[2] == 1:
+    """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there."""
+    if q.shape[2] <= FEW_TOKENS:
         grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
+        bias = bias.repeat(1, 1, q.shape[1] // k.shape[1], 1)
         p = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling).add_(bias).softmax(dim=-1)
-        return torch.matmul(p, v).view(len(q), 1, -1, v.shape[-1]), None
+        return torch.matmul(p, v).view(*q.shape[:3], -1).transpose(1, 2), None
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=shared)
     return out.transpose(1, 2), None
@@ -157,7 +159,8 @@ class Decoder:
         self.heads = config.num_key_value_heads
         positions = torch.arange(config.max_position_embeddings, device=base.embed_tokens.weight.device)[None]
         cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], position_ids=positions)
-        self.cos, self.sin = cos[0], sin[0]
+        first, second = sin[0].chunk(2, dim=-1)
+        self.cos, self.sin = cos[0], torch.cat((-first, second), dim=-1)
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor, columns: int) -> tuple[torch.Tensor, KVCache]:
         """Read prompts (R, T), padded on the right, of these lengths (R,): logits (R, V) after each prompt's last
@@ -213,6 +216,5 @@ def _mlp(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of x (R, T, H, D) in the half-split layout of Llama."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotary position embedding of x (R, T, H, D) in Llama's half-split layout; the first half of sin comes negated."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
