@@ -54,7 +54,7 @@ def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int 
     Twice: with answers as long as the model makes them, and with `equal_tokens` tokens from everyone.
     """
     questions, tokenizer = _questions(prompts), load_tokenizer(MODEL)
-    model = load_model(MODEL)
+    model = _as_people_load_it()
     engine = _float32_engine(model, tokenizer)
     bf16, fp8 = (NativeEngine(model, PrecisionPlan.preset(p), tokenizer=tokenizer) for p in ("bf16", "fp8-rollout"))
     seeds = itertools.count()
@@ -198,6 +198,12 @@ def _config(recipe: str, prompts: int):
     return dataclasses.replace(load_recipe(recipe), prompts_per_step=prompts, steps=10_000)
 
 
+def _as_people_load_it():
+    model = load_model(MODEL)
+    model.set_attn_implementation("sdpa")  # transformers' default
+    return model
+
+
 def _float32_engine(model, tokenizer) -> NativeEngine:
     engine = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
     restore(engine.model)
@@ -268,7 +274,7 @@ def _trl_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
     columns = task.train[: prompts * (rounds + 1)]
     with tempfile.TemporaryDirectory() as folder:
         GRPOTrainer(
-            model=load_model(MODEL),
+            model=_as_people_load_it(),
             reward_funcs=task.reward,
             args=GRPOConfig(output_dir=folder, **settings),
             train_dataset=Dataset.from_dict(columns),

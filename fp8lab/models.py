@@ -19,6 +19,8 @@ from torch import nn
 from fp8lab.distributed import whole
 from fp8lab.tasks import data_dir
 
+SHORT_CONTEXT = 256  # tokens
+
 
 def resolve_model(name: str | Path) -> str:
     """The folder of a model shipped in data/ (`tiny-llama`), an existing folder, or else a hub name, unchanged.
@@ -41,12 +43,18 @@ def resolve_model(name: str | Path) -> str:
 
 
 def load_model(name: str | Path) -> nn.Module:
-    """A causal LM in float32 on the CPU, in evaluation mode (no dropout), with SDPA attention."""
+    """A causal LM in float32 on the CPU, in evaluation mode (no dropout).
+
+    Attention is torch's SDPA, or in a model of short context transformers' own matmuls (`eager`): over a dozen keys
+    they take a third of the time, and a training step a sixth less.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = resolve_model(name)
     with quiet() if Path(folder).parent == data_dir() else nullcontext():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    if model.config.max_position_embeddings <= SHORT_CONTEXT:
+        model.set_attn_implementation("eager")
     return model.eval()
 
 

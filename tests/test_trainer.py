@@ -57,7 +57,7 @@ def test_micro_batches_give_the_same_update():
     whole, rollout = make("fp8-e2e")
     parts = Trainer("tiny-llama", whole.plan, dataclasses.replace(CONFIG, micro_batch_size=5))
     a, b = whole.step(rollout, rewards_of(rollout)), parts.step(rollout, rewards_of(rollout))
-    assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)  # another batch, other last bits, a few other FP8 codes
     # FP8 blocks of grad_weight run over the tokens of a micro-batch, so gradients agree to FP8's own error only.
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.05)
     assert a["token_mult_prob_error"] == pytest.approx(b["token_mult_prob_error"], abs=1e-3)
