@@ -60,6 +60,21 @@ def goal(what: str, measured: float, limit: float) -> dict[str, Any]:
     return {"goal": what, "limit": limit, "measured": measured, "met": measured <= limit}
 
 
+def top_operations(call: Callable[[], Any], count: int = 5) -> list[str]:
+    """The operations of one call with the most time of their own, `name share calls`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events) or 1.0
+    return [f"{e.key[:52]:52s}{e.self_cpu_time_total / total:6.1%}  {e.count} calls" for e in events[:count]]
+
+
+def profiles(goals: list[dict[str, Any]], calls: dict[str, Callable[[], Any]]) -> dict[str, list[str]]:
+    """`top_operations` of the call behind each missed goal, by goal."""
+    missed = [g["goal"] for g in goals if not g["met"] and g["goal"] in calls]
+    return {name: top_operations(calls[name]) for name in missed}
+
+
 def eager_fake_quantize(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """What one writes in plain torch for a matrix of whole, finite blocks: torch's own cast to FP8 and back."""
     tiles = x.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
@@ -129,7 +144,9 @@ def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) ->
     ratio = {row["name"]: row["ratio"] for row in forward_rows + backward_rows}
     goals = [goal("FP8 forward, cached weight, times float32", ratio["fp8lab FP8, forward"], 1.15)]
     goals.append(goal("FP8 forward + backward, times float32", ratio["fp8lab FP8, forward + backward"], 1.4))
+    calls = {g["goal"]: lambda f=f: f(layers["fp8lab FP8"]) for g, f in zip(goals, (forward, both), strict=True)}
     result = {"bench": "linear", "shape": [m, k, n], "unit": "ns", "baseline": "float32 nn.Linear"}
+    result["profiles"] = profiles(goals, calls)
     return result | {"rows": forward_rows + backward_rows, "goals": goals, "sqnr_db": gemm_sqnr()} | machine([])
 
 
@@ -186,8 +203,26 @@ def as_text(result: dict[str, Any]) -> str:
     if "kernels_compiled" in result:
         lines.append(f"kernels compiled in this run: {result['kernels_compiled']} (0: all came from the cache)")
     if "sqnr_db" in result:
-        lines.append("SQNR in dB: " + ", ".join(f"{name} {value:.1f}" for name, value in result["sqnr_db"].items()))
+        lines.append(f"SQNR in dB: {_decibels(result)}")
     return "\n".join([*lines, *result["not_measured"]])
+
+
+def goals_table(results: list[dict[str, Any]]) -> str:
+    """All goals of several benchmarks as a Markdown table, and under it where they were measured and what else was."""
+    lines = ["| benchmark | goal | measured | at most | |", "|---|---|---|---|---|"]
+    for result in results:
+        for g in result["goals"]:
+            verdict = "met" if g["met"] else "**missed**"
+            lines.append(f"| {result['bench']} | {g['goal']} | {g['measured']:.2f} | {g['limit']:.3g} | {verdict} |")
+    facts = [f"{results[0]['threads']} threads, torch {results[0]['torch']}"]
+    for result in results:
+        facts += [f"SQNR in dB: {_decibels(result)}"] if "sqnr_db" in result else []
+        facts += [*result.get("facts", []), *result["not_measured"]]
+    return "\n".join([*lines, "", "; ".join(facts) + "."])
+
+
+def _decibels(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in result["sqnr_db"].items())
 
 
 def _seconds(call: Callable[[], Any]) -> float:

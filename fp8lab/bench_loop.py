@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from fp8lab.bench import goal, machine, paired
+from fp8lab.bench import goal, machine, paired, profiles
 from fp8lab.conversion import restore
 from fp8lab.experiment import Loop
 from fp8lab.models import load_model, load_tokenizer
@@ -92,7 +92,7 @@ def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int 
         goals.append(goal("float32 rollout, times vLLM on this CPU", _ratio(vllm, "fp8lab float32, beside vLLM"), 1.0))
         calls[goals[-1]["goal"]] = lambda: native(engine, sampling)
     result = {"bench": "rollout", "shape": [prompts, GROUP], "unit": "ns", "baseline": "the peer", "rows": rows}
-    return result | {"goals": goals, "profiles": _profiles(goals, calls)} | machine(missing)
+    return result | {"goals": goals, "profiles": profiles(goals, calls)} | machine(missing)
 
 
 def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
     memory = peak_memory(prompts)
     facts = [text, f"peak memory of the FP8 loop: {memory['loop']:.0f} MiB, of which imports {memory['imports']:.0f}"]
     result = {"bench": "step", "shape": [prompts, GROUP], "unit": "ns", "baseline": "BF16 or the peer", "rows": rows}
-    result |= {"goals": goals, "profiles": _profiles(goals, calls), "memory_mib": memory, "facts": facts}
+    result |= {"goals": goals, "profiles": profiles(goals, calls), "memory_mib": memory, "facts": facts}
     return result | machine(missing)
 
 
@@ -170,20 +170,6 @@ def import_seconds(rounds: int = 5) -> float:
 def peak_memory(prompts: int) -> dict[str, float]:
     """MiB that a process of its own held at most: after the imports, and after two steps of the FP8 loop."""
     return json.loads(_child(sys.executable, ["-m", "fp8lab.bench_loop", "memory", "2", str(prompts)]))
-
-
-def top_operations(call: Callable[[], Any], count: int = 5) -> list[str]:
-    """The operations of one call with the most time of their own, `name share calls`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in events) or 1.0
-    return [f"{e.key[:52]:52s}{e.self_cpu_time_total / total:6.1%}  {e.count} calls" for e in events[:count]]
-
-
-def _profiles(goals: list[dict[str, Any]], calls: dict[str, Callable[[], Any]]) -> dict[str, list[str]]:
-    missed = [g["goal"] for g in goals if not g["met"] and g["goal"] in calls]
-    return {name: top_operations(calls[name]) for name in missed}
 
 
 def _ratio(rows: list[dict[str, Any]], name: str) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from fp8lab import bench
 from fp8lab.quantizers import BlockQuantizer
+from fp8lab.runlog import write_marked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,6 +45,20 @@ def test_goals_are_met_or_missed():
     result = {"bench": "x", "shape": [1], "threads": 1, "baseline": "b", "unit": "ns", "rows": [], "not_measured": []}
     text = bench.as_text(result | {"goals": [bench.goal("slow", 2, 1.5), bench.goal("fast", 1, 1.5)]})
     assert "goal missed: slow: 2.00, at most 1.5" in text and "goal met: fast: 1.00, at most 1.5" in text
+
+
+def test_goals_go_between_the_marks_of_a_readme(tmp_path):
+    common = {"threads": 2, "torch": "2.13.0", "not_measured": ["vllm was not measured"], "facts": ["it took a while"]}
+    results = [{"bench": "x", "goals": [bench.goal("slow", 2, 1.5), bench.goal("fast", 1, 1.5)]} | common]
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench -->\nold\n<!-- end bench -->\nafter\n")
+    write_marked(readme, "bench", bench.goals_table(results))
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- bench -->\n| benchmark") and text.endswith("\n<!-- end bench -->\nafter\n")
+    assert "| x | slow | 2.00 | 1.5 | **missed** |\n| x | fast | 1.00 | 1.5 | met |" in text
+    assert "2 threads, torch 2.13.0; it took a while; vllm was not measured." in text and "old" not in text
+    with pytest.raises(ValueError, match="no lines '<!-- other -->'"):
+        write_marked(readme, "other", "text")
 
 
 def test_linear_reports_both_goals_and_the_error_of_each_gemm():
