@@ -5,9 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from fp8lab import linear
 from fp8lab.conversion import restore
 from fp8lab.models import load_model, load_tokenizer
 from fp8lab.precision import PrecisionPlan
+from fp8lab.quantizers import BlockQuantizer
 from fp8lab.rollout import NativeEngine, SamplingParams
 from fp8lab.rollout.decode import Decoder, KVCache, unsupported
 from fp8lab.trainer import Trainer
@@ -88,6 +90,39 @@ def test_fp8_gap_to_the_trainer(record_property):
     record_property("max", gap.max().item())
     record_property("share_above_1e-3", (gap > 1e-3).float().mean().item())
     assert len(gap) > 500 and gap.mean() <= 2e-3
+
+
+def test_how_many_fp8_codes_last_bits_flip(monkeypatch, record_property):
+    """Activation codes of every FP8 operand, token by token while sampling, and of the whole sequence at once."""
+    plan = PrecisionPlan.preset("fp8-e2e")
+    trainer = Trainer("tiny-llama", plan)
+    engine = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer)
+    layers = trainer.model.config.num_hidden_layers
+    recorded, round_operand = [], linear.round_operand
+
+    def recording(x, fmt, precision):
+        if fmt == "e4m3":
+            recorded.append(BlockQuantizer((1, precision.group)).quantize(x).codes)
+        return round_operand(x, fmt, precision)
+
+    monkeypatch.setattr(linear, "round_operand", recording)
+    flipped = compared = 0
+    for seed in range(6):
+        recorded.clear()
+        rollout = engine.generate([f"{30 + seed}+{7 * seed}="], SamplingParams(n=1, max_tokens=6), seed=seed)
+        operands = 4 * layers  # input of q, k, v; of o; of gate, up; of down
+        forwards = [recorded[i : i + operands] for i in range(0, len(recorded), operands)]
+        decoded = [torch.cat(rows) for rows in zip(*forwards, strict=True)]
+        recorded.clear()
+        with torch.no_grad():
+            trainer.model(rollout.tokens[:, : len(decoded[0])], use_cache=False)
+        whole = [codes for i, codes in enumerate(recorded) if i % 7 in (0, 3, 4, 6)]  # of q, o, gate and down
+        assert len(whole) == operands and all(a.shape == b.shape for a, b in zip(decoded, whole, strict=True))
+        flipped += sum(int((a != b).sum()) for a, b in zip(decoded, whole, strict=True))
+        compared += sum(a.numel() for a in decoded)
+    record_property("share_of_flipped_codes", flipped / compared)
+    print(f"{flipped} of {compared} codes")
+    assert compared > 50_000 and flipped / compared < 1e-3
 
 
 def test_models_it_does_not_know_are_named_and_run_through_transformers(tokenizer):
