@@ -305,6 +305,10 @@ def _interface(
         real = None if state.observes_padding else new_tokens(attention_mask, query.shape[2])
         for name, x in zip(OPERANDS, (query, key, value), strict=True):
             state.observer.record(layer, name, x[:, :, -query.shape[2] :], real)
+        if state.previous == "eager":  # a short context, see models.load_model
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            plain = (Operand(x, 1.0) for x in (query, key, value))
+            return attend(*plain, attention_mask, scaling, round_probabilities=False).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = state.forward(layer, query, key, value, attention_mask, scaling)

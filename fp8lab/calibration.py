@@ -78,7 +78,7 @@ def calibrate(
     batch: Rollout | Sequence[Sequence[int]],
     precision: AttentionPrecision,
     *,
-    micro_batch_size: int = 256,
+    micro_batch_size: int = 1024,
 ) -> Calibration:
     """Scales for `model` from one no-grad forward over `batch`, at most micro_batch_size sequences at a time.
 
