@@ -15,10 +15,11 @@ from fp8lab.attention import P_SCALE
 from fp8lab.attention_scales import OPERANDS, AttentionScales
 from fp8lab.formats import E4M3
 from fp8lab.routing import RouterAgreement
-from fp8lab.ui.plots import ARMS, OTHER, TEXT, finish
+from fp8lab.ui.plots import ARMS, LINES, OTHER, TEXT, finish
 
 BF16, FP8 = ARMS["bf16"].color, ARMS["fp8-e2e"].color
-COLORS = dict(zip(OPERANDS, (BF16, FP8, OTHER.color), strict=True))
+SHADES = [color for color, _ in LINES]
+COLORS = dict(zip(OPERANDS, SHADES, strict=True))
 DASHES = ("solid", "dash", "dot", "dashdot")
 LOWEST = -24
 """Softmax weights below 2^LOWEST share the last bar."""
@@ -29,7 +30,7 @@ def scales_over_steps(history: Sequence[AttentionScales], operand: str = "key") 
     if operand not in OPERANDS:
         raise ValueError(f"operand is {operand!r}; allowed: {', '.join(OPERANDS)}")
     figure, layers = go.Figure(), history[0].layers if history else 0
-    shades = sample_colorscale("Viridis", [0.9 * layer / max(1, layers - 1) for layer in range(layers)])
+    shades = sample_colorscale(SHADES, [layer / max(1, layers - 1) for layer in range(layers)])  # on white and on black
     for layer in range(layers):
         figure.add_scatter(
             x=list(range(len(history))),
@@ -63,7 +64,7 @@ def softmax_weights(weights: torch.Tensor) -> go.Figure:
     kept = {"all": torch.ones_like(p, dtype=torch.bool)}
     kept |= {"kept times 256": E4M3.round(p * P_SCALE) > 0, "kept as they are": E4M3.round(p) > 0}
     figure = go.Figure()
-    for (name, which), color in zip(kept.items(), (BF16, OTHER.color, FP8), strict=True):
+    for (name, which), color in zip(kept.items(), (TEXT, OTHER.color, FP8), strict=True):
         counts = torch.bincount(exponent[which] - LOWEST, minlength=1 - LOWEST)
         x, label = list(range(LOWEST, 1)), f"{name}: {which.float().mean().item():.0%}"
         hover = f"{name}<br>from 2^%{{x}}: %{{y}}<extra></extra>"

@@ -25,8 +25,8 @@ ORDERS = {
 }
 PROBABILITIES = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
 NAMES = {
-    "in_k3": "k3 with this module alone in FP8",
-    "first_order_k3": "k3 to first order",
+    "in_k3": "Which module makes the gap: k3 with it alone in FP8",
+    "first_order_k3": "Which module makes the gap: k3 to first order",
     "in_mean_abs": "mean |d| in nats with this module alone in FP8",
 }
 """Columns of an attribution table, in words."""
@@ -134,21 +134,23 @@ def attribution_map(table: pd.DataFrame, column: str = "in_k3", *, backend: str 
 
 
 def leave_one_in(table: pd.DataFrame, *, top: int = 14, backend: str = "emulated") -> go.Figure:
-    """The `top` units that make most of the gap alone: k3 with its 95 % interval, as bars."""
+    """The `top` units that make most of the gap alone: k3 with its 95 % interval."""
     rows = table.sort_values("in_k3", ascending=False).head(top)
     error = {"array": rows["in_k3_high"] - rows["in_k3"], "arrayminus": rows["in_k3"] - rows["in_k3_low"]}
     figure = go.Figure(
-        go.Bar(
+        go.Scatter(
             x=rows["in_k3"],
             y=[short_name(name) for name in rows["name"]],
-            orientation="h",
-            error_x=error | {"color": TEXT, "thickness": 1.5},
-            marker_color=FP8,
+            mode="markers",
+            error_x=error | {"color": FP8, "thickness": 1.5},
+            marker={"color": FP8, "size": 9, "symbol": "diamond"},
             customdata=rows["name"],
             hovertemplate="%{customdata}: %{x:.2e}<extra></extra>",
         )
     )
-    figure.update_xaxes(title_text="k3 against the model all in BF16, with 95 % interval", exponentformat="power")
+    figure.update_xaxes(
+        title_text="k3 against the model all in BF16, with 95 % interval", exponentformat="power", rangemode="tozero"
+    )
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="layer and module", type="category")
     return finish(figure, "Only this module in FP8", backend, height=150 + 21 * len(rows))
 
@@ -180,7 +182,7 @@ def estimate_against_exact(
     )
     power = {"type": "log", "exponentformat": "power", "dtick": 1}
     figure.update_xaxes(title_text="k3 to first order: one backward pass for all", **power)
-    figure.update_yaxes(title_text="k3, exact: a forward each", automargin=True, title_standoff=12, **power)
+    figure.update_yaxes(title_text="k3, exact: a forward each", **power)
     value, lowest, highest = agreement
     title = f"Same order: Spearman {value:.2f} [{lowest:.2f}, {highest:.2f}]"
     return finish(figure, title, backend, height=400)

@@ -91,4 +91,5 @@ def describe(code: int, fmt: Float8Format) -> str:
     kind = "normal" if exponent else "subnormal: no leading 1" if fraction else "zero"
     second = f"= {sign}2^{power} x ({lead} + {fraction}/{2**fmt.mantissa_bits}) = {value:.10g}   {kind}"
     step = float(fmt.spacing(torch.tensor([value]))[0])
-    return f"{first}\n{second}\nneighbours are {step:.10g} away" + (f", {step / abs(value):.1%} of it" if value else "")
+    third = f"the next larger magnitude is {step:.10g} away" + (f", {step / abs(value):.1%} of it" if value else "")
+    return f"{first}\n{second}\n{'nothing larger: the end of the format' if abs(value) == fmt.max else third}"

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from fp8lab.sweep import Interval
-from fp8lab.ui.plots import ARMS, OTHER, TEXT, arm_style, finish
-
-LINES = ((ARMS["bf16"].color, "solid"), (ARMS["fp8-e2e"].color, "solid"), (OTHER.color, "dash"))
+from fp8lab.ui.plots import LINES, TEXT, arm_style, finish
 
 
 def objective(ratios: Sequence[float], curves: Mapping[str, Sequence[float]], *, epsilon: float) -> go.Figure:
@@ -39,11 +37,11 @@ def silent_groups(sizes: Sequence[int], shares: Mapping[str, Sequence[float]]) -
 def alignment(cosines: Mapping[str, float]) -> go.Figure:
     """How well pairs of gradients agree: a bar a pair, cosine 1 is the same direction."""
     figure = go.Figure()
-    text = [f"{value:.3f}" for value in cosines.values()]
-    figure.add_bar(
-        x=list(cosines.values()), y=list(cosines), text=text, orientation="h", marker_color=ARMS["bf16"].color
-    )
-    figure.update_xaxes(title_text="cosine between two gradients", range=[0, 1.05])
+    bars = {"x": list(cosines.values()), "y": list(cosines), "text": [f"{value:.3f}" for value in cosines.values()]}
+    figure.add_bar(**bars, orientation="h", textposition="outside", marker_color=LINES[0][0])
+    lowest = min(cosines.values())
+    left = lowest - 0.12 if lowest < 0 else 0  # room for a negative bar's number
+    figure.update_xaxes(title_text="cosine between two gradients", range=[left, 1.1])
     figure.update_yaxes(autorange="reversed", automargin=True)
     return finish(figure, "What turns a gradient", "emulated", height=320)
 

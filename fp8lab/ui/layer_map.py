@@ -37,7 +37,8 @@ CSS = """
 .fp8lab-map .cell span + span { border-left: 2px solid var(--jp-layout-color0, #fff); }
 .fp8lab-map .fp8 { background: #d55e00; }
 .fp8lab-map .bf16 { background: #2f7fd0; }
-.fp8lab-map .cell i { position: absolute; left: 0; bottom: 0; height: 6px; background: #000; outline: 1px solid #fff; }
+.fp8lab-map .cell i { position: absolute; left: 3px; bottom: 3px; height: 5px; max-width: calc(100% - 6px); }
+.fp8lab-map .cell i { background: #fff; outline: 1px solid #000; }
 .fp8lab-map button:focus-visible { outline: 3px solid #0a8f6a; outline-offset: 1px; }
 """
 

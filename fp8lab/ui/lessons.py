@@ -39,7 +39,7 @@ def start(*, threads: int = 1) -> str:
 
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
-    sizes = "tiny sizes (FP8LAB_FAST=1), numbers mean nothing" if fast() else "full size"
+    sizes = "tiny sizes (FP8LAB_FAST=1), for tests only" if fast() else "full size"
     versions = f"fp8lab {fp8lab.__version__} · torch {torch.__version__} · transformers {transformers.__version__}"
     return f"{versions} · {torch.get_num_threads()} thread · backend: emulated · {sizes}"
 
@@ -47,6 +47,12 @@ def start(*, threads: int = 1) -> str:
 def source(thing: Any) -> Code:
     """The definition of a function, class or module as it stands in the package."""
     return Code(textwrap.dedent(inspect.getsource(thing)), language="python")
+
+
+def left(table: Any) -> Any:
+    """A styled table (pandas Styler) of words: cells and headers aligned to the left. Returns it."""
+    align = "text-align: left"
+    return table.set_table_styles([{"selector": place, "props": align} for place in ("td", "th")], overwrite=False)
 
 
 class Prediction:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import torch
 
 from fp8lab.formats import Float8Format, get_format, round_bf16
-from fp8lab.ui.plots import CLEAR, GRID, TEXT, finish
+from fp8lab.ui.plots import CLEAR, GRID, LINES, TEXT, finish
 
 COLORS = {"e4m3": "#d55e00", "e5m2": "#b84fa0", "bf16": "#2f7fd0"}
 """E4M3 has FP8's colour of `plots.ARMS`, BF16 its own."""
@@ -35,7 +35,7 @@ def number_line(formats: Sequence[str] = ("e4m3", "e5m2"), low: float = 0.0, hig
             hovertemplate=f"{name.upper()} %{{x:.6g}}<extra></extra>",
             showlegend=False,
         )
-    figure.update_xaxes(title_text="value", range=[low, high])
+    figure.update_xaxes(title_text="value", range=[low - 0.01 * (high - low), high + 0.01 * (high - low)])
     count = ", ".join(
         f"{n.upper()} {int(((_finite(get_format(n)) >= low) & (_finite(get_format(n)) <= high)).sum())}"
         for n in formats
@@ -43,15 +43,16 @@ def number_line(formats: Sequence[str] = ("e4m3", "e5m2"), low: float = 0.0, hig
     return finish(figure, f"The numbers between {low:g} and {high:g}: {count}", "exact", height=230)
 
 
-def rounding_error(formats: Sequence[str] = ("e4m3", "e5m2", "bf16"), *, points: int = 4000) -> go.Figure:
+def rounding_error(formats: Sequence[str] = ("e4m3", "e5m2", "bf16")) -> go.Figure:
     """Largest relative rounding error near each magnitude, from below the smallest number to above the largest."""
-    x = torch.logspace(-17, 17, points, base=2.0, dtype=torch.float64).float()
+    x = 2.0 ** (torch.arange(-17 * 160, 17 * 160, dtype=torch.float64) / 160)
+    x = x.float().view(-1, 40)  # a row a quarter of an octave, so every octave is cut alike
     figure = go.Figure()
     for name in formats:
         rounded = round_bf16(x) if name == "bf16" else get_format(name).round(x)
-        error = ((rounded - x) / x).abs().view(-1, 20).amax(dim=1).clamp(min=1e-4)
+        error = ((rounded - x) / x).abs().amax(dim=1).clamp(min=1e-4)
         figure.add_scatter(
-            x=x.view(-1, 20)[:, 10],
+            x=x[:, 20],
             y=error,
             name=name.upper(),
             line={"color": COLORS[name], "width": 2},
@@ -89,12 +90,13 @@ def bars(values: Mapping[str, float], *, title: str, axis: str, digits: int = 1)
             orientation="h",
             marker={"color": [COLORS.get(n.split(" ")[0].lower(), "#0a8f6a") for n in names]},
             text=[f"{v:.{digits}f}" for v in values.values()],
-            textposition="auto",
+            textposition="outside",
             hovertemplate="%{y}: %{x:.4g}<extra></extra>",
         )
     )
-    figure.update_xaxes(title_text=axis)
-    figure.update_yaxes(autorange="reversed", automargin=True)
+    longest = max(values.values()) or 1
+    figure.update_xaxes(title_text=axis, range=[0, 1.1 * longest])  # room for its number
+    figure.update_yaxes(autorange="reversed", type="category")  # a name like "1e-06" is no number
     return finish(figure, title, "emulated", height=130 + 36 * len(names))
 
 
@@ -105,7 +107,7 @@ def curves(
     figure = go.Figure()
     for (name, y), color in zip(lines.items(), (COLORS["e4m3"], TEXT, COLORS["bf16"], COLORS["e5m2"]), strict=False):
         figure.add_scatter(x=list(x), y=list(y), name=name, mode="lines+markers", line={"color": color, "width": 2})
-    figure.update_xaxes(type="log", title_text=x_title, exponentformat="power")
+    figure.update_xaxes(type="log", dtick=1, title_text=x_title, exponentformat="power")
     figure.update_yaxes(title_text=y_title, tickformat=".0%", rangemode="tozero")
     return finish(figure, title, "emulated")
 
@@ -119,14 +121,14 @@ def magnitudes(tensors: Mapping[str, torch.Tensor], fmt: str = "e4m3") -> go.Fig
     edges = np.arange(-40, 20)
     figure = go.Figure()
     figure.add_vrect(x0=np.log2(form.min_subnormal), x1=np.log2(form.max), fillcolor=GRID, line_width=0, layer="below")
-    for name, tensor in tensors.items():
+    for (name, tensor), (color, dash) in zip(tensors.items(), LINES, strict=False):
         x = tensor.detach().abs().flatten().double()
         share = np.histogram(torch.log2(x[x > 0]).numpy(), edges)[0] / max(1, int((x > 0).sum()))
         figure.add_scatter(
             x=edges[:-1] + 0.5,
             y=np.where(share > 0, share, np.nan),
             name=name,
-            line={"width": 2, "shape": "hvh"},
+            line={"width": 2, "shape": "hvh", "color": color, "dash": dash},
             hovertemplate=name + "<br>near 2^%{x:.0f}: %{y:.2%}<extra></extra>",
         )
     figure.update_xaxes(title_text=f"log2 of the magnitude (grey: what {fmt.upper()} can hold)")

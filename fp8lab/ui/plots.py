@@ -33,7 +33,7 @@ ALARM = 0.05
 """NeMo RL's docs/guides/grpo.md: a token_mult_prob_error above 1.05 needs a look."""
 CONFIG = {
     "displaylogo": False,
-    "responsive": True,
+    "responsive": False,  # JupyterLab resizes figures itself; True makes them collapse when its theme is changed
     "displayModeBar": "hover",
     "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
 }
@@ -56,6 +56,8 @@ ARMS = {
     "fp8-e2e": Arm("FP8 end to end", "#d55e00", "solid", "diamond"),
 }
 OTHER = Arm("", "#0a8f6a", "solid", "cross")
+LINES = (("#0a8f6a", "solid"), ("#8a6fd1", "dash"), ("#a87b00", "dot"))
+"""Colour and dash of lines that stand for no format."""
 
 PUBLISHED = pd.DataFrame(
     [
@@ -107,7 +109,7 @@ def finish(figure: go.Figure, title: str, backend: str, *, height: int = 360) ->
         "ticks": "outside",
     }
     figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis)
+    figure.update_yaxes(**axis, automargin=True, title_standoff=12)
     return figure
 
 
@@ -147,7 +149,7 @@ def add_arms(figure: go.Figure, runs: Runs) -> None:
 def update_live(figure: go.Figure, runs: Runs, steps: int) -> None:
     """Put the runs' rows into the curves of a `live_figure`, in place (call `add_arms` first; safe within
     `batch_update`)."""
-    highest, lowest = 0.5, 2e-5
+    least, highest, lowest = 0.22, 0.5, 2e-5
     for trace in figure.data:
         arm, _, kind = trace.meta.rpartition("/")
         points = [(row["step"], row[_COLUMN[kind]]) for row in runs.get(arm, ()) if _COLUMN[kind] in row]
@@ -156,9 +158,9 @@ def update_live(figure: go.Figure, runs: Runs, steps: int) -> None:
         if kind == "mismatch":
             lowest = min([lowest, *(max(y - 1, FLOOR) for _, y in points)])
         else:
-            highest = max([highest, *(y for _, y in points)])
+            least, highest = min([least, *(y for _, y in points)]), max([highest, *(y for _, y in points)])
     figure.layout.xaxis.range = figure.layout.xaxis2.range = [-0.02 * steps, 1.02 * steps]
-    figure.layout.yaxis.range = [0.2, highest + 0.1]
+    figure.layout.yaxis.range = [least - 0.02, highest + 0.1]
     figure.layout.yaxis2.range = [float(np.floor(np.log10(lowest))), -0.9]
 
 

@@ -72,7 +72,7 @@ def write_report(path: str | Path, comparison: dict[str, Any], folders: Iterable
         found = curves(folders, metric)
         if any(points for seeds in found.values() for points in seeds.values()):
             figure = interval_curves(found, axis, title)
-            parts.append(figure.to_html(full_html=False, include_plotlyjs=script, config=CONFIG))
+            parts.append(figure.to_html(full_html=False, include_plotlyjs=script, config=CONFIG | {"responsive": True}))
             script = False
     for run in find_runs(folders):
         config = json.dumps(RunLog(run).config, indent=1)

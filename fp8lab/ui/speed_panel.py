@@ -17,9 +17,9 @@ from fp8lab.precision import PrecisionPlan
 from fp8lab.ui.panels import static_reason
 from fp8lab.ui.plots import CONFIG, TEXT, finish
 
-PHASES = {"rollout": "#2f7fd0", "score": "#7fb2e5", "train": "#d55e00", "refit": "#8a8a8a", "calibrate": "#0a8f6a"}
+PHASES = {"rollout": "#0a8f6a", "score": "#7cc7ab", "train": "#8a6fd1", "refit": "#8a8a8a", "calibrate": "#a87b00"}
 PLANS = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-rollout-kv", "fp8-e2e-kv")
-CAUSES = {"fixed": "#8a8a8a", "weights": "#d55e00", "kv": "#2f7fd0", "quantize": "#b84fa0"}
+CAUSES = {"fixed": "#8a8a8a", "weights": "#8a6fd1", "kv": "#0a8f6a", "quantize": "#a87b00"}
 CALIBRATED = "a model of GPUs, calibrated on two published figures; not measured by us"
 
 PUBLISHED = pd.DataFrame(
