@@ -21,6 +21,7 @@ def test_silent_groups_and_alignment():
     assert [(trace.name, trace.y) for trace in figure.data] == [("measured", (0.5, 0.2)), ("alike", (0.4, 0.1))]
     (bars,) = grpo_plots.alignment({"a": 0.25, "b": 0.99}).data
     assert bars.x == (0.25, 0.99) and bars.text == ("0.250", "0.990")
+    assert grpo_plots.alignment({"a": -0.05, "b": 0.99}).layout.xaxis.range[0] < -0.1, "a negative bar is seen as well"
 
 
 def test_seed_differences_are_in_percentage_points():

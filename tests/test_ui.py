@@ -66,6 +66,21 @@ def test_live_figure_draws_three_curves_an_arm_and_updates_in_place():
     assert all(len(trace.x) == 0 for trace in figure.data)
 
 
+def test_live_figure_shows_every_reward():
+    low = [{"step": 0}, {"step": 1, "reward": 0.05}]
+    assert plots.live_figure({"bf16": low}, 2).layout.yaxis.range[0] < 0.05
+    assert plots.live_figure({"bf16": rows(2)}, 2).layout.yaxis.range[0] == pytest.approx(0.2)
+
+
+def test_figures_outlive_a_change_of_theme():
+    assert plots.CONFIG["responsive"] is False, "plotly's responsive figures are 0 pixels high after JupyterLab's theme"
+
+
+def test_a_table_of_words_is_aligned_to_the_left():
+    page = lessons.left(pd.DataFrame({"why": ["because"]}).style.format(str.upper)).to_html()
+    assert page.count("text-align: left") == 2 and "BECAUSE" in page
+
+
 def figures():
     maps = PrecisionPlan.preset("fp8-rollout")
     decisions = [
