@@ -4,7 +4,7 @@
 PYTHON ?= python3
 FP8LAB := $(PYTHON) -m fp8lab
 
-.PHONY: help lab test evidence vllm test-vllm lint format resolve clean
+.PHONY: help lab test evidence vllm test-vllm test-browser lint format resolve clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ vllm:  ## .venv-vllm: this package beside the real vLLM engine, on CPUs (Linux)
 
 test-vllm:  ## the tests that run the real vLLM engine, in .venv-vllm
 	$(FP8LAB) test-vllm $(ARGS)
+
+test-browser:  ## the notebooks in JupyterLab in Chromium: 00, 01, 06, 09 (ARGS=--all: each of them)
+	$(FP8LAB) test-browser $(ARGS)
 
 lint:  ## ruff: rules and format
 	$(FP8LAB) lint

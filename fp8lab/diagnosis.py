@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fp8lab.attribution import attribute, score_side, shared_copy
-from fp8lab.diagnostics import mismatch
+from fp8lab.attribution import attribute, interval_columns
+from fp8lab.diagnostics import clamped_exp, k3, mismatch
 from fp8lab.frontier import frontier
 from fp8lab.precision import SIDES, PrecisionPlan, Side
 from fp8lab.real_model import load_any, token_windows
 from fp8lab.rollout import NativeEngine, SamplingParams
 from fp8lab.runlog import write_atomically
+from fp8lab.scoring import score_side, shared_copy
 from fp8lab.sequence_metrics import Verdict, interval_over_sequences, verdict
 from fp8lab.tasks import load_task
 
 if TYPE_CHECKING:
     import pandas
 
-WINDOW, ATTRIBUTED_TOKENS = 128, 1024
+WINDOW, ATTRIBUTED_TOKENS, PROBES = 64, 1024, 4
 PARTS = 8
 """Calls of on_progress."""
 BUDGETS, BUDGET_ORDERS = (0.1, 0.2), ("recommended",)
@@ -82,19 +83,29 @@ class Diagnosis:
         lines += [f"{s['tokens']} tokens ({s['source']}), emulated FP8{', ' + s['label'] if s['label'] else ''}.", ""]
         lines += [conclusion(self), "", "## The gap", ""]
         rows = [
-            {"compared": name, **{key: gap[key] for key in ("token_mult_prob_error", "gen_kl_error")}, **_range(gap)}
+            {"compared": name}
+            | {key: _interval(gap, key) for key in ("mean_abs", "token_mult_prob_error", "gen_kl_error")}
+            | {"max |d|": gap["max_abs_difference"]}
             for name, gap in s["gaps"].items()
         ]
         lines += [_markdown(rows), "", "## Against published bands (they disagree with each other)", ""]
         lines += [_markdown([v._asdict() for v in self.verdicts]), "", "## Perplexity of these tokens", ""]
         lines += [_markdown([{"under": name, **values} for name, values in s["perplexity"].items()]), ""]
         lines += ["## Layers kept in BF16: what it would buy, measured", ""]
-        columns = ["order", "budget", "flops_kept", "units", "mean_abs", "k3", "removed"]
-        lines += [_markdown(self.fallbacks[columns].to_dict("records")), ""]
+        rows = [
+            {key: row[key] for key in ("order", "budget", "flops_kept", "units")}
+            | {key: _interval(row, key) for key in ("mean_abs", "k3", "removed")}
+            for row in self.fallbacks.to_dict("records")
+        ]
+        lines += [_markdown(rows), ""]
         lines += ["## The ten modules that make most of the gap (first order; all in layers.csv)", ""]
-        columns = ["name", "first_order_mean_abs", "first_order_k3", "weight_sqnr_db", "activation_sqnr_db"]
-        columns += ["outlier_channels"]
-        lines += [_markdown(self.layers[columns].head(10).to_dict("records")), ""]
+        rows = [
+            {"name": row["name"]}
+            | {key: _interval(row, key) for key in ("first_order_mean_abs", "first_order_k3")}
+            | {key: row[key] for key in ("weight_sqnr_db", "activation_sqnr_db", "outlier_channels")}
+            for row in self.layers.head(10).to_dict("records")
+        ]
+        lines += [_markdown(rows), "", "In brackets: 95 % intervals, bootstrapped over rows of tokens.", ""]
         return "\n".join(lines)
 
 
@@ -118,31 +129,39 @@ def diagnose(
     say = on_progress or (lambda what: None)
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.clone()
     mask[:, 0] = False
-    work, scores = shared_copy(model), {}
+    work, scores, scored = shared_copy(model), {}, {}
     for what, used, side in (("bf16", PrecisionPlan.preset("bf16"), "rollout"), *((s, plan, s) for s in SIDES)):
         say(f"scoring, {what}")
-        scores[what] = score_side(work, used, side, tokens, 1.0)
+        if used.side(side) not in scored:  # sides that round alike run the same kernels here: one forward serves both
+            scored[used.side(side)] = score_side(work, used, side, tokens, 1.0)
+        scores[what] = scored[used.side(side)]
     side: Side = "rollout" if plan.rollout.linear.is_fp8 else "trainer"
     rows = max(1, min(ATTRIBUTED_TOKENS // tokens.shape[1], len(tokens) // 2))
     say(f"attributing, {side}")
-    layers = attribute(model, plan, tokens[:rows], mask=mask[:rows], side=side, sweeps=())
+    layers = attribute(model, plan, tokens[:rows], mask=mask[:rows], side=side, sweeps=(), probes=PROBES)
     layers = layers.sort_values("first_order_k3", ascending=False, ignore_index=True)
     say("measuring BF16 sets")
     rest = slice(rows if len(tokens) > rows else 0, None)
     options = {"side": side, "budgets": BUDGETS, "orders": BUDGET_ORDERS}
+    options["known"] = {one: scores[one][rest] for one in SIDES}
     fallbacks = frontier(model, plan, tokens[rest], layers, mask=mask[rest], **options)
     pairs = {"rollout and trainer": ("rollout", "trainer"), **{f"{s} and BF16": (s, "bf16") for s in SIDES}}
-    reports = {text: mismatch(scores[a], scores[b], mask) for text, (a, b) in pairs.items()}
-    gaps = {}
-    for text, (a, b) in pairs.items():
-        mean, low, high = interval_over_sequences((scores[b] - scores[a]).abs(), mask)
-        gaps[text] = reports[text].as_dict() | {"mean_abs_low": low, "mean_abs_high": high}
+    gaps = {text: gap(scores[a], scores[b], mask) for text, (a, b) in pairs.items()}
     summary = {"model": name, "label": label, "source": source, "plan": plan.to_dict(), "tokens": int(mask.sum())}
     summary |= {"backend": "emulated", "attributed_side": side, "gaps": gaps}
     summary["perplexity"] = {what: perplexity(score, scores["bf16"], mask) for what, score in scores.items()}
     say("done")
-    verdicts = verdict(reports["rollout and trainer"])
+    verdicts = verdict(mismatch(scores["rollout"], scores["trainer"], mask))
     return Diagnosis(summary=summary, verdicts=verdicts, layers=layers, fallbacks=fallbacks)
+
+
+def gap(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """`diagnostics.mismatch` as a dict, and `mean_abs`, `token_mult_prob_error` and `gen_kl_error` with `_low` and
+    `_high`: 95 % bootstrap intervals over rows. All (B, T)."""
+    found, d = mismatch(rollout_logprobs, trainer_logprobs, mask).as_dict(), trainer_logprobs - rollout_logprobs
+    found |= interval_columns("mean_abs", d.abs(), mask)
+    found |= interval_columns("token_mult_prob_error", clamped_exp(d.abs()), mask)
+    return found | interval_columns("gen_kl_error", k3(d), mask)
 
 
 def perplexity(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
@@ -199,16 +218,12 @@ def conclusion(found: Diagnosis) -> str:
         "the plan differs between the two scores: this is what its FP8 alone does to these tokens. A training run with "
         "a gap like this has quantization; one with a clearly larger gap has a bug, too. Keeping "
         f"{int(best['units'])} modules in BF16, {best['flops_kept']:.0%} of the FLOPs, removes "
-        f"{best['removed']:.0%} of it (k3)."
+        f"{best['removed']:.0%} [{best['removed_low']:.0%}, {best['removed_high']:.0%}] of it (k3)."
     )
 
 
-def _range(gap: dict[str, float]) -> dict[str, Any]:
-    return {
-        "mean abs difference": gap["mean_abs_difference"],
-        "95 %": f"{gap['mean_abs_low']:.4f} to {gap['mean_abs_high']:.4f}",
-        "max": gap["max_abs_difference"],
-    }
+def _interval(values: dict[str, float], key: str) -> str:
+    return f"{values[key]:.4g} [{values[f'{key}_low']:.4g}, {values[f'{key}_high']:.4g}]"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

@@ -96,8 +96,8 @@ def gap_parts(trainer: Trainer, rollout: Rollout) -> dict[str, float]:
     `engine_gap` is s - g: equal weights and formats, another engine. `precision_gap` is t - s: equal kernels, other
     formats; 0 where the sides round alike. trainer: at the weights of the rollout; it is left as it is.
     """
-    from fp8lab.attribution import shared_copy
     from fp8lab.conversion import convert
+    from fp8lab.scoring import shared_copy
 
     rounded = copy.copy(trainer)
     rounded.model = shared_copy(trainer.model)

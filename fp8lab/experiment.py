@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8lab import distributed, invariant
+from fp8lab import distributed, invariant, trackers
+from fp8lab.alarms import refit_check
 from fp8lab.attention import attention_of
 from fp8lab.attention_scales import OPERANDS, AttentionScales
 from fp8lab.checks import require_choice, require_types
@@ -39,6 +40,7 @@ from fp8lab.tasks import Task, load_task, prompt_batch
 from fp8lab.trainer import Trainer
 
 Callback = Callable[[dict[str, Any]], None]
+PROBED = 16  # prompts of each kind in a check
 RECALIBRATE = ("every-step", "rollout", "never", "ones")
 
 
@@ -238,6 +240,14 @@ class Loop:
             rewards = self._grade(batch, rollout.completions, sampling.n)
         return {"validation_accuracy": sum(rewards) / len(rewards), "validation_samples": len(rewards)}
 
+    def check(self, number: int) -> dict[str, Any]:
+        """What `alarms.refit_check` finds after the refit of step `number`: prompts of that step and of the next."""
+        size, seed = self.config.prompts_per_step, self.config.seed
+        with self._timed("check"):
+            prompts = [prompt_batch(self.task.train, size, seed, n)["prompt"][:PROBED] for n in (number, number + 1)]
+            sampling = dataclasses.replace(self._sampling(), n=2)
+            return refit_check(self.engine, self.trainer, *prompts, sampling, seed=stream(seed, "check", number))
+
     def _generate(self, prompts: list[str], sampling: SamplingParams, purpose: str, number: int) -> Rollout:
         """The rollout of all prompts, of which this process samples its share."""
         purpose = f"{purpose}-{rank}" if (rank := distributed.rank()) else purpose
@@ -268,18 +278,25 @@ def run(
     *,
     on_step: Callback | None = None,
     should_stop: Callable[[], bool] | None = None,
+    tracker: str | None = None,
 ) -> RunLog:
     """Run an experiment into the new folder `out`.
 
     on_step(row) is called after every logged step. should_stop() is asked between steps; a stopped run is checkpointed
-    and can be resumed. Returns the RunLog to read. Raises FileExistsError if `out` holds a run already. Under torchrun
-    (distributed.py) the first process alone writes and calls back.
+    and can be resumed. tracker: `tensorboard`, `trackio` or `wandb` shows its metrics, too (trackers.py). Returns the
+    RunLog to read. Raises FileExistsError if `out` holds a run already. Under torchrun (distributed.py) the first
+    process alone writes and calls back.
     """
+    trackers.require_tracker(tracker)
     log = RunLog(out)
-    with log if distributed.rank() == 0 else nullcontext():
-        if distributed.rank() == 0:
-            log.start(config.to_dict())
+    if distributed.rank() > 0:
         _continue(Loop(config), log, None, on_step, should_stop)
+        return log
+    with log:
+        log.start(config.to_dict())
+        trackers.begin(log, tracker)
+        with trackers.followed(log, on_step) as on_step:
+            _continue(Loop(config), log, None, on_step, should_stop)
     return log
 
 
@@ -288,7 +305,8 @@ def resume(
 ) -> RunLog:
     """Go on with the run in `out` from its last checkpoint; the logs end up the same as if it had never stopped.
 
-    Bit for bit that holds on the same machine with the same torch and as many threads; it warns if those differ.
+    Bit for bit that holds on the same machine with the same torch and as many threads; it warns if those differ. A
+    finished run is left as it is. ValueError if what is left of the run cannot be gone on with.
     """
     log = RunLog(out)
     config = ExperimentConfig.from_dict(log.config)
@@ -296,17 +314,18 @@ def resume(
     with log if writes else nullcontext():
         if writes and (changed := log.changed_environment()):
             warnings.warn(f"this run began with {changed}: its last bits may now differ", stacklevel=2)
-        step, folder = distributed.gather(log.latest_checkpoint() or (None, None))[0]
+        step, folder = distributed.gather(log.resume_from())[0]
         loop = Loop(config) if step is None or step < config.steps else None
         if loop is not None and folder is not None:
             loop.trainer.load(folder)
             loop.engine.refit(loop.trainer)
             loop.restore_attention_scales(log, step)
             loop.seconds.clear()
-        if writes:
-            log.rewind(-1 if step is None else step)
-        if loop is not None:
-            _continue(loop, log, step, on_step, should_stop)
+        with trackers.followed(log, on_step) if writes and loop is not None else nullcontext(on_step) as on_step:
+            if writes:
+                log.rewind(-1 if step is None else step)
+            if loop is not None:
+                _continue(loop, log, step, on_step, should_stop)
     return log
 
 
@@ -333,9 +352,15 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
         if distributed.rank() == 0:
             log.prune_checkpoints()
 
+    def check(resumed: bool) -> None:
+        if distributed.size() == 1:  # a sharded trainer has no whole weights to compare with
+            log.append("checks", {"step": step, "resumed": resumed, **loop.check(step)})
+
     if step is None:
         step = 0
         record({"step": 0, **loop.evaluate(0)}, [])
+    else:
+        check(resumed=True)
     while step < config.steps:
         if should_stop is not None and distributed.gather(should_stop())[0]:
             checkpoint()
@@ -345,6 +370,8 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
         last = step == config.steps
         if last or step % config.eval_every == 0:
             row |= loop.evaluate(step, final=last)
+        if step == 1 or "validation_accuracy" in row:
+            check(resumed=False)
         record(row, samples)
         if last or step % config.checkpoint_every == 0:
             checkpoint()

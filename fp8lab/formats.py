@@ -92,7 +92,7 @@ class Float8Format:
         """Values (float32, same shape) of uint8 codes; E5M2's infinity codes decode to infinities."""
         if codes.dtype != torch.uint8:
             raise TypeError(f"codes have dtype {codes.dtype}; decode takes uint8 (use tensor.view(torch.uint8))")
-        return self.values(codes.device)[codes.long()]
+        return torch.take(self.values(codes.device), codes.long())
 
     def values(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The values of codes 0..255 in order, float32, shape (256,)."""

@@ -287,22 +287,24 @@ def quantization_error(x: torch.Tensor, quantized: QuantizedTensor | torch.Tenso
     """
     values = quantized.dequantize() if isinstance(quantized, QuantizedTensor) else quantized
     keep = x.isfinite() & values.isfinite()
-    exact, rounded = x[keep].double(), values[keep].double()
-    signal, noise = exact.square().sum().item(), (exact - rounded).square().sum().item()
-    ratio = noise / signal if signal > 0 else 0.0
-    off = ((rounded - exact) / exact).abs()[exact != 0]
+    if not bool(keep.all()):
+        x, values = x[keep], values[keep]
+    error, nonzero = (x - values).float().abs(), x != 0
+    signal, noise = (torch.linalg.vector_norm(t, dtype=torch.float64).item() for t in (x.float(), error))
+    relative, count = noise / signal if signal > 0 else 0.0, max(1, int(nonzero.sum()))
+    off = torch.where(nonzero, error / x.float().abs(), 0.0)
     saturated, codes_used = float("nan"), float("nan")
     if isinstance(quantized, QuantizedTensor):
-        top = get_format(quantized.format)
-        codes_used = quantized.codes.unique().numel()
-        saturated = (top.decode(quantized.codes).abs() == top.max).float().mean().item()
+        top, uses = get_format(quantized.format), torch.bincount(quantized.codes.flatten(), minlength=256)
+        codes_used = int(uses.count_nonzero())
+        saturated = (uses[top.values().abs() == top.max].sum() / uses.sum()).item()
     return {
-        "sqnr_db": float("inf") if ratio == 0 else -10 * torch.tensor(ratio, dtype=torch.float64).log10().item(),
-        "relative": ratio**0.5,
-        "mean_relative_error": off.mean().item() if off.numel() else 0.0,
+        "sqnr_db": float("inf") if relative == 0 else -20 * math.log10(relative),
+        "relative": relative,
+        "mean_relative_error": off.sum(dtype=torch.float64).item() / count,
         "max_relative_error": off.max().item() if off.numel() else 0.0,
-        "max_abs": (exact - rounded).abs().max().item() if exact.numel() else 0.0,
-        "flushed": ((rounded == 0) & (exact != 0)).sum().item() / max(1, (exact != 0).sum().item()),
+        "max_abs": error.max().item() if error.numel() else 0.0,
+        "flushed": int(((values == 0) & nonzero).sum()) / count,
         "saturated": saturated,
         "codes_used": codes_used,
     }

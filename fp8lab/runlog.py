@@ -6,7 +6,9 @@
     timing.jsonl       seconds per phase, a line a step
     samples.jsonl      a few completions a step
     calibration.jsonl  scales of q, k and v per layer, as in use after each step; only if the plan has FP8 attention
+    checks.jsonl       bytes and prefix cache of the engine after some refits, and every resume (alarms.refit_check)
     checkpoints/       step-000020/: model, optimizer
+    tracker.json       which tracker shows this run, and under what name; only if one does
 
 Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can
 therefore lose only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. A lock
@@ -27,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-LOGS = ("metrics", "timing", "samples", "calibration")
+LOGS = ("metrics", "timing", "samples", "calibration", "checks")
 
 
 class RunLog:
@@ -113,21 +115,44 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Drop every log line after `step`, and torn lines.
 
-        ValueError, before anything is written, if metrics.jsonl lacks a step up to `step`: a damaged log is not
-        repaired.
+        ValueError, before anything is written, if metrics.jsonl does not have each step up to `step` once, in order: a
+        damaged log is not repaired.
         """
         found = [row["step"] for row in self.rows() if row["step"] <= step]
         if found != list(range(step + 1)):
-            gap = next(i for i in range(step + 1) if i >= len(found) or found[i] != i)
+            gap = next((i for i in range(step + 1) if i >= len(found) or found[i] != i), step)
             raise ValueError(
-                f"{self.folder / 'metrics.jsonl'} is damaged: step {gap} of 0 to {step} cannot be read. "
-                "Restore the file, or start a new run; the checkpoints are untouched"
+                f"{self.folder / 'metrics.jsonl'} is damaged: step {gap} of 0 to {step} cannot be read, or is there "
+                "twice. Restore the file, or start a new run; the checkpoints are untouched"
             )
         for log in LOGS:
             kept = [row for row in self.rows(log) if row["step"] <= step]
             path = self.folder / f"{log}.jsonl"
             if path.exists():
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every step from 0 to the last has been logged, once and in order."""
+        return [row["step"] for row in self.rows()] == list(range(self.config["steps"] + 1))
+
+    def resume_from(self) -> tuple[int | None, Path | None]:
+        """(step, checkpoint) to go on from: the newest checkpoint; (None, None) to begin again, if none was due yet;
+        (last step, None) for a finished run without checkpoints, with nothing left to do.
+
+        ValueError if checkpoints are missing of a run that must have had some: beginning again would delete its logs.
+        """
+        newest, rows, config = self.latest_checkpoint(), self.rows(), self.config
+        if newest is not None:
+            return newest
+        if self.is_finished:
+            return config["steps"], None
+        if rows and rows[-1]["step"] > config["checkpoint_every"]:
+            raise ValueError(
+                f"{self.folder} has logged step {rows[-1]['step']} of {config['steps']}, but its checkpoints are gone; "
+                "restore them, or start a new run in another folder"
+            )
+        return None, None
 
     def checkpoint_folder(self, step: int) -> Path:
         """Where the checkpoint of a step belongs."""
@@ -166,11 +191,11 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file up to the first line that is not complete (a run may have been killed in it)."""
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for line in file:
             try:
                 rows.append(json.loads(line))
-            except ValueError:
+            except ValueError:  # also for bytes that are no text
                 break
     return rows
 
@@ -246,3 +271,13 @@ def _try_lock(file: IO[str]) -> bool:
     except OSError:
         return False
     return True
+
+
+def write_marked(path: Path, mark: str, text: str) -> None:
+    """Put text between `<!-- mark -->` and `<!-- end mark -->`, lines of a Markdown file; ValueError without them."""
+    document = path.read_text(encoding="utf-8")
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
+    if begin not in document or end not in document:
+        raise ValueError(f"{path} has no lines {begin.strip()!r} and {end!r}; add them where the text belongs")
+    before, rest = document.split(begin, 1)
+    write_atomically(path, f"{before}{begin}{text}\n{end}{rest.split(end, 1)[1]}")

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import statistics
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +25,7 @@ from typing import Any
 
 from fp8lab.experiment import ExperimentConfig, resume, run
 from fp8lab.runlog import RunLog
+from fp8lab.trackers import require_tracker
 
 
 def run_folder(out: str | Path, config: ExperimentConfig) -> Path:
@@ -38,16 +41,19 @@ def sweep(
     threads: int = 1,
     on_done: Callable[[str, str | None], None] | None = None,
     ray: str | None = None,
+    tracker: str | None = None,
 ) -> dict[str, str]:
     """Bring every config's run in `out` to its end, `workers` processes at a time with `threads` CPU threads each.
 
     ray: address of a Ray cluster (`auto`: the one this machine belongs to, `local`: a new one here); its tasks take
-    `threads` CPUs each, and `out` must be a folder that all its machines share. ImportError says what to install.
+    `threads` CPUs each, and `out` must be a folder that all its machines share. tracker: shows every run, see `run`.
+    ImportError says what to install.
 
     Finished runs are left alone, unfinished ones resumed. on_done(folder, error or None) is called after each. One
     that fails does not stop the rest; returns folder -> error for those. ValueError if two configs share a name and a
     seed, or if a folder holds the run of another config.
     """
+    require_tracker(tracker)
     configs = list(configs)
     folders = [run_folder(out, c) for c in configs]
     if len(set(folders)) < len(folders):
@@ -57,7 +63,8 @@ def sweep(
             raise ValueError(f"{folder} holds a run of another config; delete it or choose another folder")
     failed = {}
     jobs = list(zip(configs, folders, strict=True))
-    for folder, error in _on_ray(jobs, threads, ray) if ray else _in_processes(jobs, workers, threads):
+    options = (threads, tracker)
+    for folder, error in _on_ray(jobs, options, ray) if ray else _in_processes(jobs, options, workers):
         if error is not None:
             failed[str(folder)] = f"{type(error).__name__}: {error}"
         if on_done is not None:
@@ -68,15 +75,15 @@ def sweep(
 Jobs = Sequence[tuple[ExperimentConfig, Path]]
 
 
-def _in_processes(jobs: Jobs, workers: int, threads: int) -> Iterator[tuple[Path, BaseException | None]]:
-    """(folder, error or None) of each job, in the order they end.
+def _in_processes(jobs: Jobs, options: tuple, workers: int) -> Iterator[tuple[Path, BaseException | None]]:
+    """(folder, error or None) of each job, in the order they end. options: threads and tracker of `_finish`.
 
     A process that dies (out of memory, kill -9) breaks its pool: what was in it is resumed, each in a pool of its own,
     so that a job that always dies takes no other with it.
     """
     context, broken = multiprocessing.get_context("spawn"), []
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        futures = {pool.submit(_finish, config, folder, threads): (config, folder) for config, folder in jobs}
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_end_with_parent) as pool:
+        futures = {pool.submit(_finish, *job, *options): job for job in jobs}
         for future in as_completed(futures):
             job, error = futures[future], future.exception()
             if isinstance(error, BrokenProcessPool) and len(jobs) > 1:
@@ -84,10 +91,10 @@ def _in_processes(jobs: Jobs, workers: int, threads: int) -> Iterator[tuple[Path
             else:
                 yield job[1], error
     for job in broken:
-        yield from _in_processes([job], 1, threads)
+        yield from _in_processes([job], options, 1)
 
 
-def _on_ray(jobs: Jobs, threads: int, address: str) -> Iterator[tuple[Path, BaseException | None]]:
+def _on_ray(jobs: Jobs, options: tuple, address: str) -> Iterator[tuple[Path, BaseException | None]]:
     """The same as tasks of a Ray cluster, which starts them as CPUs become free."""
     try:
         import ray
@@ -97,8 +104,8 @@ def _on_ray(jobs: Jobs, threads: int, address: str) -> Iterator[tuple[Path, Base
     if started:
         ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
     try:
-        task = ray.remote(num_cpus=threads, max_retries=1)(_finish)
-        left = {task.remote(config, folder.resolve(), threads): folder for config, folder in jobs}
+        task = ray.remote(num_cpus=options[0], max_retries=1)(_finish)
+        left = {task.remote(config, folder.resolve(), *options): folder for config, folder in jobs}
         while left:
             done, _ = ray.wait(list(left))
             try:
@@ -113,24 +120,32 @@ def _on_ray(jobs: Jobs, threads: int, address: str) -> Iterator[tuple[Path, Base
 
 
 def is_finished(folder: str | Path) -> bool:
-    """True if the run in `folder` has logged its last step."""
+    """True if `folder` holds a run that has logged all of its steps."""
     log = RunLog(folder)
-    if not (log.folder / "config.json").is_file():
-        return False
-    rows = log.rows()
-    return bool(rows) and rows[-1]["step"] == log.config["steps"]
+    return (log.folder / "config.json").is_file() and log.is_finished
 
 
-def _finish(config: ExperimentConfig, folder: Path, threads: int) -> None:
+def _finish(config: ExperimentConfig, folder: Path, threads: int, tracker: str | None) -> None:
+    """What a worker does: the run of one config, from wherever it is to its end."""
     import torch
 
     torch.set_num_threads(threads)
-    if is_finished(folder):
-        return
-    if (folder / "config.json").is_file():
+    log = RunLog(folder)
+    if not (folder / "config.json").is_file():
+        run(config, folder, tracker=tracker)
+    elif not (log.is_finished and log.resume_from()[0] == config.steps):  # its last checkpoint may be missing
         resume(folder)
-    else:
-        run(config, folder)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the sweep was killed. It would hold its run's lock, and wait for more work, for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def final_metrics(folders: Iterable[str | Path]) -> list[dict[str, Any]]:

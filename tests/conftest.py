@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +16,8 @@ if (Path(sys.prefix) / "references").is_dir():  # `make test` puts them there
 
 from hypothesis import settings  # noqa: E402
 
+from fp8lab.bootstrap import find_chromium  # noqa: E402
+
 # Two shared cores make single examples slow at random, so no deadline; in CI a failure must be one
 # that the next run finds again.
 settings.register_profile("fp8lab", deadline=None, print_blob=True)
@@ -28,7 +29,7 @@ def _missing(mark):
     """Why a test with this mark cannot run here, or None."""
     if mark == "vllm" and importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment (`make vllm` makes one that has it)"
-    if mark == "browser" and not (shutil.which("chromium") or shutil.which("google-chrome")):
+    if mark == "browser" and not find_chromium():
         return "no Chromium on this machine (Debian: apt-get install chromium)"
     if mark == "gpu":
         import torch

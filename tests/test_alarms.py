@@ -10,10 +10,12 @@ import torch
 import fp8lab.rollout.native as native
 from fp8lab import alarms as rules
 from fp8lab.alarms import PrefixProbe, alarms, prefix_probe
+from fp8lab.cli import main
 from fp8lab.diagnostics import differing_layers, stale_layers
-from fp8lab.experiment import ExperimentConfig, Loop, run, stream
+from fp8lab.experiment import ExperimentConfig, Loop, resume, run, stream
 from fp8lab.grpo import GRPOConfig
 from fp8lab.linear import float8_layers
+from fp8lab.models import named_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, SamplingParams
 from fp8lab.runlog import RunLog
@@ -88,7 +90,7 @@ def test_nothing_is_said_about_what_is_not_given():
 def test_kv_scales_of_one(layers):
     ones = [{"step": i, **{k: [1.0] * layers for k in "qkv"}} for i in range(3)]
     (alarm,) = alarms([], calibration=ones)
-    assert alarm.name == "kv_scales" and alarm.severity == "error" and "1.0" in alarm.found and alarm.step == 2
+    assert alarm.name == "kv_scales_unset" and alarm.severity == "error" and "1.0" in alarm.found and alarm.step == 2
     ones[-1]["v"][0] = 0.02
     assert alarms([], calibration=ones) == []
 
@@ -97,7 +99,7 @@ def test_kv_scales_of_one(layers):
 def test_kv_scales_unchanged(still):
     moving = [{"step": i, **{k: [0.02 + 1e-5 * i, 0.03] for k in "qkv"}} for i in range(5)]
     stuck = [{**moving[-1], "step": 5 + i} for i in range(still)]
-    assert names(alarms([], calibration=moving + stuck)) == (["kv_scales"] if still >= rules.UNCHANGED else [])
+    assert names(alarms([], calibration=moving + stuck)) == (["kv_scales_stuck"] if still >= rules.UNCHANGED else [])
     assert alarms([], calibration=moving * 8) == []
 
 
@@ -182,6 +184,89 @@ def test_a_real_resume_without_refit_fires(loop):
     assert names(alarms(rows, resumed=[12])) == ["jump_after_resume"]
 
 
+# ---- what the loop checks by itself ---------------------------------------------------------------
+
+
+SHORT = ExperimentConfig(
+    plan=FP8_ROLLOUT,
+    grpo=GRPOConfig(num_generations=8, learning_rate=5e-4, warmup_steps=1),
+    steps=12,
+    prompts_per_step=12,
+    eval_every=4,
+    eval_prompts=8,
+    eval_samples=1,
+    checkpoint_every=4,
+)
+
+
+def stopped_and_resumed(folder, steps, on_resume=lambda: None):
+    """A run of SHORT that was stopped after so many steps and resumed."""
+    done = []
+    run(SHORT, folder, on_step=done.append, should_stop=lambda: len(done) > steps)
+    on_resume()
+    return resume(folder)
+
+
+def test_a_healthy_resume_is_recorded_and_fires_nothing(tmp_path):
+    log = stopped_and_resumed(tmp_path / "run", 8)
+    checks = log.rows("checks")
+    assert [(row["step"], row["resumed"]) for row in checks] == [
+        (1, False),
+        (4, False),
+        (8, False),
+        (8, True),
+        (12, False),
+    ]
+    assert all(row["stale"] == {} and len(row["seen"]) == len(row["fresh"]) == 24 for row in checks)
+    assert min(min(row["seen"] + row["fresh"]) for row in checks) >= 0 and max(checks[0]["seen"]) > 0
+    assert all("check" in row for row in log.rows("timing") if row["step"] in (1, 4, 12))
+    assert alarms(log) == []
+
+
+@pytest.mark.parametrize("missed", [1, 30])
+def test_a_refit_that_skips_weights_is_found_by_the_loop(tmp_path, monkeypatch, missed):
+    """The engine keeps the old values of so many weights, from the first refit on."""
+    whole = NativeEngine.refit
+
+    def partial(self, source):
+        old = {name: tensor.clone() for name, tensor in list(named_weights(self.model).items())[-missed:]}
+        whole(self, {**named_weights(source.model), **old})
+
+    monkeypatch.setattr(NativeEngine, "refit", partial)
+    log = run(dataclasses.replace(SHORT, steps=2), tmp_path / "run")
+    found = [alarm for alarm in alarms(log) if alarm.name == "weights_differ"]
+    assert len(found) == 1 and found[0].step == 1 and found[0].found.startswith(f"{missed} tensors")
+
+
+def test_a_resume_that_does_not_refit_is_found_by_the_loop(tmp_path, monkeypatch, capsys):
+    """The engine has the first weights, the trainer those of the checkpoint: bytes differ, and the mismatch jumps."""
+    log = stopped_and_resumed(
+        tmp_path / "run", 8, on_resume=lambda: monkeypatch.setattr(NativeEngine, "refit", lambda self, source: None)
+    )
+    found = {alarm.name: alarm.step for alarm in alarms(log)}
+    assert found == {"weights_differ": 8, "jump_after_resume": 8}
+    capsys.readouterr()
+    assert main(["resume", str(log.folder)]) == 0  # it is finished: nothing to do but to say what was found
+    said = capsys.readouterr().err
+    assert "error: weights_differ at step 8" in said and "error: jump_after_resume at step 8" in said
+
+
+def test_a_stale_prefix_cache_is_found_by_the_loop(tmp_path, monkeypatch):
+    """What the engine says to a prompt it has read before is off by so many nats."""
+    read, plain = set(), NativeEngine.generate
+
+    def remembering(self, prompts, sampling, *, seed, **options):
+        rollout = plain(self, prompts, sampling, seed=seed, **options)
+        again = torch.tensor([p in read for p in prompts for _ in range(sampling.n)])
+        read.update(prompts)
+        return dataclasses.replace(rollout, logprobs=rollout.logprobs - 0.1 * again[:, None] * rollout.mask)
+
+    monkeypatch.setattr(NativeEngine, "generate", remembering)
+    log = run(dataclasses.replace(SHORT, steps=2, prompts_per_step=16), tmp_path / "run")
+    (alarm,) = [alarm for alarm in alarms(log) if alarm.name == "stale_prefix_cache"]
+    assert alarm.step == 1
+
+
 # ---- prefix cache ---------------------------------------------------------------------------------
 
 
@@ -241,7 +326,7 @@ def test_one_token_that_decides_a_sequence(rows, nats, length):
     share = one_token_sequences(g, t, mask)
     assert share == pytest.approx(0.1, abs=0.02)
     found = alarms([{**row, "one_token_sequences": share, "max_abs_difference": nats} for row in rows])
-    assert names(found) == ["one_token"] * (2 if nats > -math.log(rules.VETO) else 1)
+    assert names(found) == (["one_token_fault", "one_token"] if nats > -math.log(rules.VETO) else ["one_token"])
     assert found[0].severity == ("error" if len(found) == 2 else "warning")
 
 

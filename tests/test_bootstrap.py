@@ -150,6 +150,23 @@ def test_the_vllm_tests_run_in_their_own_environment(checkout, monkeypatch):
     assert checkout.calls[-1] == "-m pytest -m not browser and not vllm"
 
 
+def test_the_browser_tests_need_a_browser_and_leave_long_ones_out(checkout, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(checkout))
+    monkeypatch.delenv("FP8LAB_CHROMIUM", raising=False)
+    assert __main__.main(["test-browser"]) == 1 and checkout.calls == []
+    message = capsys.readouterr().err
+    assert "chromium, chromium-browser, google-chrome" in message and "apt install chromium" in message
+    chrome = checkout / ("google-chrome.exe" if sys.platform == "win32" else "google-chrome")
+    chrome.touch(mode=0o755)
+    assert bootstrap.find_chromium() == str(chrome)
+    assert bootstrap.main(["test-browser", "-x"]) == 0
+    assert checkout.calls[-1] == "-m pytest -m browser and not slow tests/browser -x"
+    assert bootstrap.main(["test-browser", "--all"]) == 0
+    assert checkout.calls[-1] == "-m pytest -m browser tests/browser"
+    monkeypatch.setenv("FP8LAB_CHROMIUM", str(checkout / "none"))
+    assert bootstrap.find_chromium() is None, "a wrong path is as good as none"
+
+
 def test_lab_passes_its_options_on_and_lets_no_request_leave(checkout):
     bootstrap.main(["lab", "--port", "9999", "--no-browser"])
     command = checkout.calls[-1]

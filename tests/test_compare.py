@@ -107,6 +107,28 @@ def test_seeds_are_read_or_refused():
             seeds(bad)
 
 
+def test_the_quick_sweep_is_three_arms_and_three_seeds(capsys):
+    """The one command of the help makes nine configs that are accepted, each far smaller than its recipe's."""
+    from fp8lab.cli_sweep import configs_of
+    from fp8lab.recipes import load_recipe
+
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", "--help"])
+    command = (
+        re.search(r"Three arms: python -m fp8lab (sweep .*)", " ".join(capsys.readouterr().out.split()))
+        .group(1)
+        .split()
+    )
+    configs = configs_of(cli._parser().parse_args(command))
+    assert [(c.name, c.seed) for c in configs] == [
+        (arm, seed) for arm in ("bf16", "fp8-rollout", "fp8-e2e") for seed in (0, 1, 2)
+    ]
+    for config in configs:
+        recipe = load_recipe(config.name)
+        assert config.plan == recipe.plan and config.grpo == recipe.grpo
+        assert 6 * config.steps * config.prompts_per_step < recipe.steps * recipe.prompts_per_step
+
+
 def test_sweep_command_compares_at_its_end(tmp_path, capsys):
     out = tmp_path / "sweep"
     command = ["sweep", "bf16", "fp8-e2e", "--out", str(out), "--seeds", "0,1", "--quick", "--steps", "1"]

