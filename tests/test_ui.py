@@ -162,6 +162,14 @@ def test_run_to_the_end_then_rebuild_from_disk(tmp_path):
     assert {trace.meta: trace.y for trace in again.figure.data} == drawn
 
 
+def test_a_new_page_gets_the_curves_of_now():
+    panel = RunPanel(TINY)
+    panel.start()
+    panel.wait()
+    panel._ipython_display_()
+    assert [len(trace["y"]) for trace in panel.figure._widget_data if trace["meta"].endswith("/mismatch")] == [2, 2, 2]
+
+
 def test_awaiting_leaves_the_event_loop_free():
     panel = RunPanel(dataclasses.replace(TINY, steps=100), arms=["bf16"])
 

@@ -140,6 +140,8 @@ class RunPanel:
         if self.static == "FP8LAB_STATIC is set":
             plots.show(self.figure)
         else:
+            if self.static is None:
+                self.figure._repr_mimebundle_()  # for a new page: inside a box plotly would give it the first state
             display(self.view)
 
     # ---- what the buttons do, and a cell may do too ---------------------------------------------------------------

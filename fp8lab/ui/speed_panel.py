@@ -169,4 +169,6 @@ class SpeedPanel:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
+        if isinstance(self.figure, widgets.Widget):
+            self.figure._repr_mimebundle_()  # as in RunPanel
         display(self.view)

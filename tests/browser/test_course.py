@@ -93,6 +93,7 @@ def test_00_toggles_stop_reload_and_attach(open_notebook):
     notebook.open()
     notebook.write("reload", "panel")
     again = notebook.run("reload")
+    notebook.wait_points(curve, f"=== {drawn}")
     expect(again.locator(".widget-readout").first).to_have_text("100")
     expect(again.locator("button.mod-active")).to_have_count(1)
     again.locator("button", has_text=ARMS["fp8-rollout"]).click()
