@@ -299,6 +299,7 @@ def _interface(
         found = f"dropout {dropout}" if dropout else f"head sizes {query.shape[-1]} and {value.shape[-1]} of k and v"
         raise ValueError(f"{type(module).__name__} has {found}; FP8 attention takes no dropout and equal head sizes")
     state, layer = module.fp8_attention, module.layer_idx
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if state.observer is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -306,10 +307,8 @@ def _interface(
         for name, x in zip(OPERANDS, (query, key, value), strict=True):
             state.observer.record(layer, name, x[:, :, -query.shape[2] :], real)
         if state.previous == "eager":  # a short context, see models.load_model
-            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             plain = (Operand(x, 1.0) for x in (query, key, value))
             return attend(*plain, attention_mask, scaling, round_probabilities=False).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = state.forward(layer, query, key, value, attention_mask, scaling)
     return out.transpose(1, 2).contiguous(), None

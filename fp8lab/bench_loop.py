@@ -12,8 +12,8 @@ that environment's Python, and takes turns between fp8lab and the peer there, so
 A peer that is not there is named, never guessed. `transformers.generate` samples the same prompts from the same
 float32 weights, but other random numbers: tokens are counted, and what is compared is time for equally many sequences.
 The goals are on our float32 engine, whose linears are the peers' (`conversion.restore`); BF16 and FP8 are emulated, and
-rounding their operands is work that the peers do not do. A missed goal comes with the five dearest
-operations of what missed it.
+rounding their operands is work that the peers do not do. A missed goal comes with the five dearest operations of what
+missed it.
 """
 
 from __future__ import annotations

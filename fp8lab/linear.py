@@ -86,11 +86,11 @@ def eager(forward: Callable) -> Callable:
     chosen = forward
 
     @functools.wraps(forward)
-    def run(*args):
+    def run(*args, **kwargs):
         nonlocal chosen
         if chosen is forward and "torch._dynamo" in sys.modules:
             chosen = torch.compiler.disable(forward, reason="quantizes in a numba kernel")
-        return chosen(*args)
+        return chosen(*args, **kwargs)
 
     return run
 
@@ -171,11 +171,6 @@ class Float8Linear(QuantizedCopy, nn.Linear):
             return self.output(x, self.quantized, self.bias)
         return _Float8Matmul.apply(x, self.weight, self.bias, self, mask)
 
-    def fuses_with(self, other: nn.Module) -> bool:
-        """True if one GEMM can do both layers' work on the same input."""
-        same = type(other) is type(self) and (other.precision, other.kernels) == (self.precision, self.kernels)
-        return same and self.bias is None and other.bias is None
-
     def output(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (M, K) -> (M, N), both float32; the bias is added before the result is rounded."""
         y = matmul(round_operand(x, self.precision.activation, self.precision), weight.values, self.kernels)
@@ -207,8 +202,13 @@ def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torc
     differ in precision or backend, have a bias or fixed tiles run one by one.
     """
     first = layers[0]
-    emulated = type(first) is Float8Linear and first.kernels != invariant.NAME
-    if not emulated or not all(first.fuses_with(layer) for layer in layers):
+    if not all(
+        type(layer) is Float8Linear
+        and (layer.precision, layer.kernels) == (first.precision, first.kernels)
+        and layer.kernels != invariant.NAME
+        and layer.bias is None
+        for layer in layers
+    ):
         return [layer(x) for layer in layers]
     sizes, copies = [layer.out_features for layer in layers], [layer.quantized for layer in layers]
     weight = copies[0].values._base

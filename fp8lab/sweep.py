@@ -63,7 +63,7 @@ def sweep(
             raise ValueError(f"{folder} holds a run of another config; delete it or choose another folder")
     failed = {}
     jobs = list(zip(configs, folders, strict=True))
-    options = (threads, tracker)
+    options = {"threads": threads, "tracker": tracker}
     for folder, error in _on_ray(jobs, options, ray) if ray else _in_processes(jobs, options, workers):
         if error is not None:
             failed[str(folder)] = f"{type(error).__name__}: {error}"
@@ -75,15 +75,15 @@ def sweep(
 Jobs = Sequence[tuple[ExperimentConfig, Path]]
 
 
-def _in_processes(jobs: Jobs, options: tuple, workers: int) -> Iterator[tuple[Path, BaseException | None]]:
-    """(folder, error or None) of each job, in the order they end. options: threads and tracker of `_finish`.
+def _in_processes(jobs: Jobs, options: dict[str, Any], workers: int) -> Iterator[tuple[Path, BaseException | None]]:
+    """(folder, error or None) of each job, in the order they end. options: `_finish`'s.
 
     A process that dies (out of memory, kill -9) breaks its pool: what was in it is resumed, each in a pool of its own,
     so that a job that always dies takes no other with it.
     """
     context, broken = multiprocessing.get_context("spawn"), []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_end_with_parent) as pool:
-        futures = {pool.submit(_finish, *job, *options): job for job in jobs}
+        futures = {pool.submit(_finish, *job, **options): job for job in jobs}
         for future in as_completed(futures):
             job, error = futures[future], future.exception()
             if isinstance(error, BrokenProcessPool) and len(jobs) > 1:
@@ -94,7 +94,7 @@ def _in_processes(jobs: Jobs, options: tuple, workers: int) -> Iterator[tuple[Pa
         yield from _in_processes([job], options, 1)
 
 
-def _on_ray(jobs: Jobs, options: tuple, address: str) -> Iterator[tuple[Path, BaseException | None]]:
+def _on_ray(jobs: Jobs, options: dict[str, Any], address: str) -> Iterator[tuple[Path, BaseException | None]]:
     """The same as tasks of a Ray cluster, which starts them as CPUs become free."""
     try:
         import ray
@@ -104,8 +104,8 @@ def _on_ray(jobs: Jobs, options: tuple, address: str) -> Iterator[tuple[Path, Ba
     if started:
         ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
     try:
-        task = ray.remote(num_cpus=options[0], max_retries=1)(_finish)
-        left = {task.remote(config, folder.resolve(), *options): folder for config, folder in jobs}
+        task = ray.remote(num_cpus=options["threads"], max_retries=1)(_finish)
+        left = {task.remote(config, folder.resolve(), **options): folder for config, folder in jobs}
         while left:
             done, _ = ray.wait(list(left))
             try:

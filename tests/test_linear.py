@@ -376,6 +376,12 @@ def test_autocast_of_a_whole_model():
         assert ours.dtype == torch.float32 and (ours - want).norm() <= 0.1 * want.norm()
 
 
+def test_arguments_may_be_named():
+    layer = Float8Linear.from_linear(torch.nn.Linear(128, 64), LinearPrecision())
+    x = torch.randn(4, 128)
+    assert torch.equal(layer(x=x), layer(x))
+
+
 def test_compile_equals_eager():
     """Each linear is a graph break; around them aot_eager runs the same kernels. A refresh needs no new compilation."""
     torch._dynamo.reset()

@@ -141,7 +141,7 @@ class RunPanel:
             plots.show(self.figure)
         else:
             if self.static is None:
-                self.figure._repr_mimebundle_()  # for a new page: inside a box plotly would give it the first state
+                plots.renew(self.figure)
             display(self.view)
 
     # ---- what the buttons do, and a cell may do too ---------------------------------------------------------------

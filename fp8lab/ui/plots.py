@@ -138,6 +138,11 @@ def live_figure(runs: Runs, steps: int, *, backend: str = "emulated") -> go.Figu
     return figure
 
 
+def renew(figure: go.FigureWidget) -> None:
+    """Bring up to date what the next page to load will show: inside a box, plotly would give it the first state."""
+    figure._repr_mimebundle_()
+
+
 def add_arms(figure: go.Figure, runs: Runs) -> None:
     """Add the curves of every arm that a `live_figure` does not have yet, without points."""
     drawn = {trace.meta for trace in figure.data}

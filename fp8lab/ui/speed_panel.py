@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from fp8lab import speed
 from fp8lab.precision import PrecisionPlan
 from fp8lab.ui.panels import static_reason
-from fp8lab.ui.plots import CONFIG, TEXT, finish
+from fp8lab.ui.plots import CONFIG, TEXT, finish, renew
 
 PHASES = {"rollout": "#0a8f6a", "score": "#7cc7ab", "train": "#8a6fd1", "refit": "#8a8a8a", "calibrate": "#a87b00"}
 PLANS = ("bf16", "fp8-rollout", "fp8-e2e", "fp8-rollout-kv", "fp8-e2e-kv")
@@ -170,5 +170,5 @@ class SpeedPanel:
         from IPython.display import display
 
         if isinstance(self.figure, widgets.Widget):
-            self.figure._repr_mimebundle_()  # as in RunPanel
+            renew(self.figure)
         display(self.view)
