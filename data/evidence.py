@@ -92,10 +92,12 @@ STUDIES = {
         base="fp8-e2e",
     ),
     "stressed": Study(
-        about="two updates per rollout, a constant learning rate, power-of-two scales, no correction",
+        about="two updates per rollout, a constant learning rate, power-of-two scales, no correction unless named",
         arms=[
             ("bf16", "bf16", UNCORRECTED),
             ("fp8-rollout, no correction", "fp8-rollout", UNCORRECTED),
+            ("fp8-rollout, tis", "fp8-rollout", {"importance_sampling": "tis"}),
+            ("fp8-e2e, no correction", "fp8-e2e", UNCORRECTED),
         ],
         seeds=5,
         **STRESSED,
