@@ -29,7 +29,8 @@ transformers' forward. Sequences that part no longer share the memory of what th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ from fp8lab.linear import fused_linears
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 FEW_TOKENS = 16
+KINDS = ("key", "value")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -57,20 +59,15 @@ def unsupported(model: nn.Module) -> str | None:
 
 
 class KVCache:
-    """Keys and values of R sequences: per layer and kind a buffer (columns, R, heads, width), column = position.
+    """Keys and values of R sequences: per layer a buffer (columns, 2, R, heads, width), column = position.
 
-    Columns come first because then one new token of every row is one block of memory.
+    Columns come first because then one new token of every row is one block of memory for keys, one for values.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, device: torch.device) -> None:
         fields = self.fields(head_dim)
-        self.buffers = [
-            {
-                kind: [torch.empty(columns, rows, heads, w, dtype=d, device=device) for d, w in fields]
-                for kind in ("key", "value")
-            }
-            for _ in range(layers)
-        ]
+        shape = columns, len(KINDS), rows, heads
+        self.buffers = [[torch.empty(*shape, w, dtype=d, device=device) for d, w in fields] for _ in range(layers)]
         self.row = torch.arange(rows, device=device)[:, None]
         self.used = 0  # columns that some row has written; the others hold nothing yet
         self.spare: dict[int, torch.Tensor] = {}
@@ -90,43 +87,42 @@ class KVCache:
     def reach(self, length: int) -> None:
         """Begin columns up to `length`, as zeros: rows that have no token there yet are masked, but 0 * NaN is NaN."""
         if length > self.used:
-            for layer in self.buffers:
-                for buffer in (b for buffers in layer.values() for b in buffers):
-                    buffer[self.used : length].zero_()
+            for buffer in itertools.chain(*self.buffers):
+                buffer[self.used : length].zero_()
             self.used = length
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
         """Write k and v (R, T, heads, D) of every row at its positions (R, T)."""
-        for kind, x in (("key", k), ("value", v)):
-            for buffer, new in zip(self.buffers[layer][kind], self.store(layer, kind, x), strict=True):
-                buffer[positions, self.row] = new
+        for number, x in enumerate((k, v)):
+            for buffer, new in zip(self.buffers[layer], self.store(layer, KINDS[number], x), strict=True):
+                buffer[positions, number, self.row] = new
 
     def read(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the first `length` columns, (R, heads, length, D) float32."""
-        k, v = (
-            self.load(layer, kind, tuple(b[:length] for b in buffers)).permute(1, 2, 0, 3)
-            for kind, buffers in self.buffers[layer].items()
-        )
+        k, v = (self.load(layer, kind, stored).permute(1, 2, 0, 3) for kind, stored in self.stored(layer, length))
         return k, v
+
+    def stored(self, layer: int, length: int) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+        """`key` and `value`, each with its fields (length, R, heads, width)."""
+        return ((kind, tuple(b[:length, n] for b in self.buffers[layer])) for n, kind in enumerate(KINDS))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows, in this order; a row named several times is copied."""
         rows = rows.to(self.row.device)
         if torch.equal(rows, self.row[:, 0]):
             return
-        for layer in self.buffers:
-            for buffers in layer.values():
-                for field, old in enumerate(buffers):
-                    new = self._room(field, old, len(rows))
-                    torch.index_select(old[: self.used], 1, rows, out=new[: self.used])
-                    buffers[field], self.spare[field] = new, old
+        for buffers in self.buffers:
+            for field, old in enumerate(buffers):
+                new = self._room(field, old, len(rows))
+                torch.index_select(old[: self.used], 2, rows, out=new[: self.used])
+                buffers[field], self.spare[field] = new, old
         self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
     def _room(self, field: int, like: torch.Tensor, rows: int) -> torch.Tensor:
         """An uninitialized buffer for `rows` rows, in the memory freed last if that is large enough: fresh memory costs
         more than the copy."""
-        shape = (len(like), rows, *like.shape[2:])
-        size, spare = like[:, 0].numel() * rows, self.spare.get(field)
+        shape = (*like.shape[:2], rows, *like.shape[3:])
+        size, spare = like[:, :, 0].numel() * rows, self.spare.get(field)
         if spare is None or spare.untyped_storage().nbytes() < size * like.itemsize:
             return like.new_empty(shape)
         return spare.as_strided((size,), (1,), 0).view(shape)
@@ -134,15 +130,16 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(b.nbytes for layer in self.buffers for buffers in layer.values() for b in buffers)
+        return sum(b.nbytes for b in itertools.chain(*self.buffers))
 
 
 def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
     """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there."""
     if q.shape[2] <= FEW_TOKENS:
         grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
-        bias = bias.repeat(1, 1, q.shape[1] // k.shape[1], 1)
-        p = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling).add_(bias).softmax(dim=-1)
+        scores = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling)
+        scores.view(*k.shape[:2], -1, *bias.shape[2:]).add_(bias[:, :, None])
+        p = scores.softmax(dim=-1)
         return torch.matmul(p, v).view(*q.shape[:3], -1).transpose(1, 2), None
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=shared)

@@ -50,7 +50,7 @@ class Float8KVCache(KVCache):
             scale = self.attention.scale(kind, layer) if dynamic is None else dynamic.permute(1, 2, 0, 3)
             return Operand(decode(codes).permute(1, 2, 0, 3), scale)
 
-        k, v = (operand(kind, *(b[:length] for b in buffers)) for kind, buffers in self.buffers[layer].items())
+        k, v = (operand(kind, *fields) for kind, fields in self.stored(layer, length))
         return k, v
 
 
