@@ -194,30 +194,51 @@ class Float8Linear(QuantizedCopy, nn.Linear):
         )
 
 
-def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
     """Linears of one input as one GEMM, as inference engines run them (vLLM: qkv_proj, gate_up_proj); forward only.
 
-    x (..., K) -> one (..., N) float32 per layer. The operand is rounded once instead of once per layer, to the same
-    codes. The layers' copies of their weights become parts of the fused one, so nothing is stored twice. Layers that
-    differ in precision or backend, have a bias or fixed tiles run one by one.
+    x (..., K) -> (..., sum of N), layer after layer. An FP8 operand is rounded once instead of once per layer, to the
+    same codes. The layers' weights become rows of one tensor, so nothing is stored twice. Layers that differ in kind,
+    precision or backend, have a bias, hooks or fixed tiles run one by one.
     """
     first = layers[0]
-    if not all(
-        type(layer) is Float8Linear
-        and (layer.precision, layer.kernels) == (first.precision, first.kernels)
-        and layer.kernels != invariant.NAME
-        and layer.bias is None
-        for layer in layers
-    ):
-        return [layer(x) for layer in layers]
-    sizes, copies = [layer.out_features for layer in layers], [layer.quantized for layer in layers]
-    weight = copies[0].values._base
-    if weight is None or len(weight) != sum(sizes) or any(copy.values._base is not weight for copy in copies):
-        weight = torch.cat([copy.values for copy in copies])  # the first time after a refresh
-        for layer, copy, part in zip(layers, copies, weight.split(sizes), strict=True):
-            layer._cache = copy._replace(values=part)
+    if not all(_fuses(first, layer) for layer in layers):
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+    emulated = isinstance(first, Float8Linear)
+    weights = [layer.quantized.values if emulated else layer.weight.data for layer in layers]
+    weight = _rows_of_one(weights)
+    if weight is None:  # the first time, and after a refresh
+        weight = torch.cat(weights)
+        for layer, part in zip(layers, weight.split([len(w) for w in weights]), strict=True):
+            if emulated:
+                layer._cache = layer.quantized._replace(values=part)
+            else:
+                layer.weight.data = part
+    if not emulated:
+        return F.linear(x, weight)
     y = first.output(x.reshape(-1, x.shape[-1]).float(), QuantizedWeight(weight, None))
-    return y.view(*x.shape[:-1], -1).split(sizes, dim=-1)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _fuses(first: nn.Module, layer: nn.Module) -> bool:
+    """True if one GEMM can do the work of both."""
+    if type(layer) is not type(first) or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if type(first) is Float8Linear:
+        same = layer.precision == first.precision and layer.kernels == first.kernels
+        return same and first.kernels != invariant.NAME
+    return type(first) is nn.Linear
+
+
+def _rows_of_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors (N, K) as one (sum of N, K), if they follow each other in one piece of memory."""
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(map(len, tensors)), first.shape[1]), first.stride())
 
 
 def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> QuantizedWeight:

@@ -186,18 +186,19 @@ class Decoder:
         x = base.embed_tokens(tokens)
         for number, layer in enumerate(base.layers):
             h = layer.input_layernorm(x)
-            x = x + self._attend(number, layer.self_attn, h, positions, cache, mask, bias, cos, sin)
-            x = x + _mlp(layer.mlp, layer.post_attention_layernorm(x))
+            x += self._attend(number, layer.self_attn, h, positions, cache, mask, bias, cos, sin)
+            x += _mlp(layer.mlp, layer.post_attention_layernorm(x))
         x = x[torch.arange(len(x), device=x.device), last]
         return self.model.lm_head(base.norm(x)).float()
 
     def _attend(self, number, module, h, positions, cache, mask, bias, cos, sin) -> torch.Tensor:
-        shape = (*h.shape[:2], -1, self.head_dim)
-        projections = module.q_proj, module.k_proj, module.v_proj
-        q, k, v = (part.view(shape) for part in fused_linears(projections, h))
+        qkv = fused_linears((module.q_proj, module.k_proj, module.v_proj), h).view(*h.shape[:2], -1, self.head_dim)
+        sizes = qkv.shape[2] - 2 * self.heads, self.heads
+        qk, v = qkv.split((sum(sizes), self.heads), dim=2)
         if hasattr(module, "q_norm"):
-            q, k = module.q_norm(q), module.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = qk.split(sizes, dim=2)
+            qk = torch.cat((module.q_norm(q), module.k_norm(k)), dim=2)
+        q, k = rotate(qk, cos, sin).split(sizes, dim=2)
         cache.append(number, k, v, positions)
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
@@ -208,8 +209,8 @@ class Decoder:
 def _mlp(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
     if not hasattr(module, "gate_proj"):  # experts
         return module(h)
-    gate, up = fused_linears((module.gate_proj, module.up_proj), h)
-    return module.down_proj(module.act_fn(gate) * up)
+    gate, up = fused_linears((module.gate_proj, module.up_proj), h).chunk(2, dim=-1)
+    return module.down_proj(module.act_fn(gate).mul_(up))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
