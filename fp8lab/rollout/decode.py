@@ -59,14 +59,15 @@ def unsupported(model: nn.Module) -> str | None:
 
 
 class KVCache:
-    """Keys and values of R sequences: per layer a buffer (columns, 2, R, heads, width), column = position.
+    """Keys and values of R sequences: per layer a buffer (2, R, heads, columns, width), column = position.
 
-    Columns come first because then one new token of every row is one block of memory for keys, one for values.
+    Columns stand next to width, so that what one query reads is one block of memory: over 36 keys attention takes a
+    third of the time that it takes with columns first.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, device: torch.device) -> None:
         fields = self.fields(head_dim)
-        shape = columns, len(KINDS), rows, heads
+        shape = len(KINDS), rows, heads, columns
         self.buffers = [[torch.empty(*shape, w, dtype=d, device=device) for d, w in fields] for _ in range(layers)]
         self.row = torch.arange(rows, device=device)[:, None]
         self.used = 0  # columns that some row has written; the others hold nothing yet
@@ -81,30 +82,30 @@ class KVCache:
         return (x,)
 
     def load(self, layer: int, kind: str, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What `store` gave, back to (..., heads, D) float32."""
+        """What `store` gave, back to (..., D) float32."""
         return stored[0]
 
     def reach(self, length: int) -> None:
         """Begin columns up to `length`, as zeros: rows that have no token there yet are masked, but 0 * NaN is NaN."""
         if length > self.used:
             for buffer in itertools.chain(*self.buffers):
-                buffer[self.used : length].zero_()
+                buffer[..., self.used : length, :].zero_()
             self.used = length
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
         """Write k and v (R, T, heads, D) of every row at its positions (R, T)."""
         for number, x in enumerate((k, v)):
             for buffer, new in zip(self.buffers[layer], self.store(layer, KINDS[number], x), strict=True):
-                buffer[positions, number, self.row] = new
+                buffer[number, self.row, :, positions] = new
 
     def read(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the first `length` columns, (R, heads, length, D) float32."""
-        k, v = (self.load(layer, kind, stored).permute(1, 2, 0, 3) for kind, stored in self.stored(layer, length))
+        k, v = (self.load(layer, kind, stored) for kind, stored in self.stored(layer, length))
         return k, v
 
     def stored(self, layer: int, length: int) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-        """`key` and `value`, each with its fields (length, R, heads, width)."""
-        return ((kind, tuple(b[:length, n] for b in self.buffers[layer])) for n, kind in enumerate(KINDS))
+        """`key` and `value`, each with its fields (R, heads, length, width)."""
+        return ((kind, tuple(b[n, :, :, :length] for b in self.buffers[layer])) for n, kind in enumerate(KINDS))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows, in this order; a row named several times is copied."""
@@ -114,15 +115,15 @@ class KVCache:
         for buffers in self.buffers:
             for field, old in enumerate(buffers):
                 new = self._room(field, old, len(rows))
-                torch.index_select(old[: self.used], 2, rows, out=new[: self.used])
+                torch.index_select(old[..., : self.used, :], 1, rows, out=new[..., : self.used, :])
                 buffers[field], self.spare[field] = new, old
         self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
     def _room(self, field: int, like: torch.Tensor, rows: int) -> torch.Tensor:
         """An uninitialized buffer for `rows` rows, in the memory freed last if that is large enough: fresh memory costs
         more than the copy."""
-        shape = (*like.shape[:2], rows, *like.shape[3:])
-        size, spare = like[:, :, 0].numel() * rows, self.spare.get(field)
+        shape = (len(like), rows, *like.shape[2:])
+        size, spare = like[:, 0].numel() * rows, self.spare.get(field)
         if spare is None or spare.untyped_storage().nbytes() < size * like.itemsize:
             return like.new_empty(shape)
         return spare.as_strided((size,), (1,), 0).view(shape)

@@ -47,8 +47,7 @@ class Float8KVCache(KVCache):
         """Code values and scales of k and v in the first `length` columns, for `attend`."""
 
         def operand(kind: str, codes: torch.Tensor, dynamic: torch.Tensor | None = None) -> Operand:
-            scale = self.attention.scale(kind, layer) if dynamic is None else dynamic.permute(1, 2, 0, 3)
-            return Operand(decode(codes).permute(1, 2, 0, 3), scale)
+            return Operand(decode(codes), self.attention.scale(kind, layer) if dynamic is None else dynamic)
 
         k, v = (operand(kind, *fields) for kind, fields in self.stored(layer, length))
         return k, v
