@@ -38,6 +38,7 @@ from fp8lab.grpo import (
 )
 from fp8lab.linear import real_tokens, refresh
 from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights, quiet
+from fp8lab.names import expert_tensors
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
 from fp8lab.routing import replay_routes, routes_at
@@ -327,8 +328,10 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     differentiable.
 
     rows: whole groups, in order. Each group's prompt is read once; its keys and values serve all its completions, and
-    the gradient flows back through them. If the rollout has routes, tokens take these experts (routing.py). ValueError
-    if the rows of a group do not start with the same prompt, or the routes do not fit.
+    the gradient flows back through them. So with completions that are alike: they are read once, and their gradients
+    added up before a GEMM sees (and rounds) them; not in a MoE, where each may take other experts. If the rollout has
+    routes, tokens take these (routing.py). ValueError if the rows of a group do not start with the same prompt, or the
+    routes do not fit.
     """
     from transformers import DynamicCache
 
@@ -348,22 +351,37 @@ def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) 
     cache = DynamicCache(config=model.config)
     routes = routes_at(rollout, rows[::n], torch.where(attention.bool(), positions, -1))
     with real_tokens(attention.bool()), replay_routes(model, routes):
-        logits = forward(model, prompts, attention, positions, cache, logits_to_keep=1).repeat_interleave(n, dim=0)
-    columns = start[:, None] + torch.arange(longest)
-    real = torch.arange(longest) < lengths[:, None]
-    completions = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+        logits = forward(model, prompts, attention, positions, cache, logits_to_keep=1)
+    first, like = _different(tokens, lengths, n, apart=next(expert_tensors(model), None) is not None)
+    group = first // n
+    logits, columns = logits[group], start[first, None] + torch.arange(longest)
+    real = torch.arange(longest) < lengths[first, None]
+    completions = tokens[first].gather(1, columns.clamp(max=tokens.shape[1] - 1))
     if longest > 1:
-        cache.batch_repeat_interleave(n)
-        attention = torch.cat([attention.repeat_interleave(n, dim=0), real[:, :-1].long()], dim=1)
-        routes = routes_at(rollout, rows, torch.where(real[:, 1:], columns[:, :-1], -1))
+        cache.batch_select_indices(group)
+        attention = torch.cat([attention[group], real[:, :-1].long()], dim=1)
+        routes = routes_at(rollout, rows[first], torch.where(real[:, 1:], columns[:, :-1], -1))
         with real_tokens(real[:, 1:]), replay_routes(model, routes):  # a completion's last token predicts nothing
             rest = forward(model, completions[:, :-1], attention, columns[:, :-1], cache)
         logits = torch.cat([logits, rest], dim=1)
     if temperature not in (0, 1):
         logits = logits / temperature
     logprobs = logits.gather(2, completions[:, :, None]).squeeze(2) - logits.logsumexp(dim=2)
+    logprobs, columns, real = logprobs[like], columns[like], real[like]
     row = torch.arange(len(rows))[:, None].expand_as(columns)
     return out.index_put((row[real], columns[real]), logprobs[real])
+
+
+def _different(tokens, lengths, n: int, *, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows (U,) where each different completion of a group of n stands first, and for every row (B,) which of these
+    it equals. tokens (B, T), lengths of the completions (B,); apart: take all as different.
+    """
+    row = torch.arange(len(tokens))
+    if apart:
+        return row, row
+    keys = torch.cat([(row // n)[:, None], lengths[:, None], tokens], dim=1)
+    different, like = keys.unique(dim=0, return_inverse=True)
+    return row.new_full((len(different),), len(row)).scatter_reduce_(0, like, row, "amin"), like
 
 
 def whole_row_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fp8lab.linear import float8_layers, refresh
 from fp8lab.models import load_model
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, SamplingParams
-from fp8lab.trainer import GRPOConfig, NonFiniteLossError, Trainer
+from fp8lab.trainer import GRPOConfig, NonFiniteLossError, Trainer, completion_logprobs
 
 PROMPTS = ["47+38=", "5-9=", "12+7=", "99+99="]
 CONFIG = GRPOConfig(num_generations=4, warmup_steps=1, learning_rate=1e-3)
@@ -51,6 +51,32 @@ def test_gradient_equals_plain_autograd_of_the_written_out_loss():
     metrics = trainer.step(rollout, rewards)
     assert metrics["loss"] == pytest.approx(total.item(), abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_equal_completions_are_read_once_with_the_gradient_of_all():
+    """Float32 linears; against a forward of every row alone. Group 0 is one answer four times, group 1 two answers."""
+    trainer, rollout = make()
+    restore(trainer.model)
+    rows = torch.tensor([0, 0, 0, 0, 4, 5, 5, 4, *range(8, 16)])
+    assert not torch.equal(rollout.tokens[4], rollout.tokens[5])
+    tensors = ("tokens", "logprobs", "mask", "prompt_lengths", "lengths", "finished")
+    rollout = dataclasses.replace(rollout, **{name: getattr(rollout, name)[rows] for name in tensors})
+    seen = []
+    trainer.model.model.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    logprobs = completion_logprobs(trainer.model, rollout, torch.arange(16))
+    different = {(row // 4, *tokens.tolist()) for row, tokens in enumerate(rollout.tokens)}
+    assert seen == [4, len(different)] and len(different) <= 11
+    weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
+    (logprobs * weights).sum().backward()
+    alone = load_model("tiny-llama")
+    for row in range(16):
+        tokens = rollout.tokens[row : row + 1]
+        expected = alone(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[0, :, 0]
+        expected = torch.where(rollout.mask[row, 1:], expected, 0.0)
+        torch.testing.assert_close(logprobs[row, 1:], expected, rtol=0, atol=1e-5)
+        (expected * weights[row, 1:]).sum().backward()
+    for one, other in zip(trainer.model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_micro_batches_give_the_same_update():
