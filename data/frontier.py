@@ -5,8 +5,8 @@
 For `tiny-llama` each of three seeds samples answers from the FP8 rollout side, measures all 28 modules one by one
 (leave-one-in and leave-one-out) and ranks them to first order; a fourth sample, which no ranking saw, measures the
 frontier. For SmolLM2-135M (extra `real-model`; weights decoded from Q4_1) a seed is another part of the shipped text,
-1,512 tokens: its 30 decoder layers one by one, then its 210 modules. The frontier's sets are chosen among modules by the
-estimate from 30 windows and measured on the other 64, 4,032 tokens. About 3, 25 and 75 minutes of one thread.
+1,512 tokens: its 30 decoder layers one by one, then its 210 modules. The frontier's sets are chosen among modules by
+the estimate from 30 windows and measured on the other 64, 4,032 tokens. About 3, 25 and 75 minutes of one thread.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -53,7 +54,7 @@ def real_tokens(mask: torch.Tensor) -> Iterator[None]:
     """Within this block, grad_weight sums over the tokens where mask (bool, the leading shape of x) is True.
 
     Padding has no gradient, but it would shift the 128-token blocks, so real tokens are packed before they are
-    quantized.
+    quantized. Also, layers that take the same x after each other (q, k and v; gate and up) round it once.
     """
     token = _real_tokens.set(mask)
     try:
@@ -173,7 +174,13 @@ class Float8Linear(QuantizedCopy, nn.Linear):
 
     def output(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (M, K) -> (M, N), both float32; the bias is added before the result is rounded."""
-        y = matmul(round_operand(x, self.precision.activation, self.precision), weight.values, self.kernels)
+        training = _real_tokens.get() is not None
+        x = (
+            _round_once("rows", x, x, self.precision)
+            if training
+            else round_operand(x, self.precision.activation, self.precision)
+        )
+        y = matmul(x, weight.values, self.kernels)
         y = y if bias is None else y + bias
         return round_bf16(y) if self.precision.output == "bf16" else y
 
@@ -185,8 +192,7 @@ class Float8Linear(QuantizedCopy, nn.Linear):
     def grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """grad (M, N), x (M, K) -> (N, K), all float32; the blocks lie along M."""
         g_t = round_operand(grad.t(), self.precision.gradient, self.precision)
-        x_t = round_operand(x.t(), self.precision.activation, self.precision)
-        return matmul(g_t, x_t, self.kernels)
+        return matmul(g_t, _round_once("columns", x, x.t(), self.precision), self.kernels)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.precision}, backend={self.backend}" + (
@@ -239,6 +245,34 @@ def _rows_of_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += tensor.nbytes
     return first.as_strided((sum(map(len, tensors)), first.shape[1]), first.stride())
+
+
+class _Shared(threading.local):
+    """The last value of each kind with what it was made from: q, k and v (gate and up) take the same operand.
+
+    As the sources are kept, a tensor with the address and version of one is that one.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, tuple[tuple, tuple[torch.Tensor, ...], torch.Tensor]] = {}
+
+    def get(self, kind: str, sources: tuple[torch.Tensor, ...], settings: tuple, make: Callable[[], torch.Tensor]):
+        """make(), or its last result if sources and settings are still the same."""
+        if sources[0].is_inference():  # has no version
+            return make()
+        key = (settings, *((x.data_ptr(), x.shape, x.stride(), x._version) for x in sources))
+        if kind not in self.last or self.last[kind][0] != key:
+            self.last[kind] = key, sources, make()
+        return self.last[kind][2]
+
+
+_shared = _Shared()
+
+
+def _round_once(kind: str, source: torch.Tensor, x: torch.Tensor, precision: LinearPrecision) -> torch.Tensor:
+    """The activation operand x, a view of source, rounded: once for the layers that take it after each other."""
+    settings = precision.activation, precision.group, precision.rule
+    return _shared.get(kind, (source,), settings, lambda: round_operand(x, precision.activation, precision))
 
 
 def quantize_weight(weight: torch.Tensor, precision: LinearPrecision) -> QuantizedWeight:
@@ -294,8 +328,9 @@ class _Float8Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             precision = ctx.layer.precision
             blocks = precision.gradient in FP8 or precision.activation in FP8
-            real = (grad[mask], x[mask]) if blocks and mask is not None else (grad, x)
-            grad_weight = ctx.layer.grad_weight(*real)
+            if blocks and mask is not None:
+                grad, x = grad[mask], _shared.get("real", (x, mask), (), lambda: x[mask])
+            grad_weight = ctx.layer.grad_weight(grad, x)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(dim=0)
         return grad_input, grad_weight, grad_bias, None, None
@@ -308,5 +343,6 @@ def float8_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedCopy]]:
 
 def refresh(model: nn.Module) -> None:
     """Requantize every weight of the model from its float32 master: after a step, a refit or a load."""
+    _shared.last.clear()
     for _, layer in float8_layers(model):
         layer.refresh()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fp8lab import linear
 from fp8lab.linear import Float8Linear, float8_layers, matmul, real_tokens, refresh
 from fp8lab.precision import BF16_HEAD, BF16_LINEAR, LinearPrecision
 
@@ -469,3 +470,39 @@ class TestLora:
         # close, not equal: base + adapter is now one weight, rounded to FP8 as a whole
         assert (logits - adapted).norm() < 0.1 * adapted.norm() < 0.2 * (adapted - before).norm()
         assert torch.equal(query.quantized.values, layer_of(query.weight.detach(), LinearPrecision()).quantized.values)
+
+
+def test_layers_that_share_an_operand_round_it_once(monkeypatch):
+    """As one after the other, bit for bit, gradients too; another operand, or a changed one, is rounded anew."""
+    torch.manual_seed(0)
+    plain = [nn.Linear(128, n, bias=False) for n in (64, 96)]
+    x = torch.randn(200, 128)
+    mask = torch.rand(200) < 0.7
+    calls = []
+    monkeypatch.setattr(linear, "round_operand", lambda *a, f=linear.round_operand: calls.append(1) or f(*a))
+
+    def run(shared):
+        layers, found = [Float8Linear.from_linear(copy.deepcopy(layer), LinearPrecision()) for layer in plain], []
+        calls.clear()
+        with linear.real_tokens(mask):
+            for value in (x.clone().requires_grad_(), (2 * x).requires_grad_()):
+                outputs = []
+                for layer in layers:
+                    if not shared:
+                        linear._shared.last.clear()
+                    outputs.append(layer(value))
+                for output in outputs:
+                    if not shared:
+                        linear._shared.last.clear()
+                    (output.square().sum(1) * mask).sum().backward()
+                found += [*outputs, value.grad]
+        return [*found, *(layer.weight.grad for layer in layers)], len(calls)
+
+    (one, fewer), (other, more) = run(True), run(False)
+    assert all(map(torch.equal, one, other))
+    assert (fewer, more) == (12, 16)  # per value and layer x and x^T (shared: per value), g and g^T
+    layer, changing = Float8Linear.from_linear(plain[0], LinearPrecision()), x.clone()
+    with linear.real_tokens(mask), torch.no_grad():
+        before = layer(changing)
+        changing.mul_(-1)
+        assert torch.equal(layer(changing), -before)
