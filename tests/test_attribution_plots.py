@@ -67,6 +67,23 @@ def test_the_frontier_starts_at_the_plan():
     assert figure.data[0].y[1] == 2e-4 and figure.data[0].error_y.array[1] == pytest.approx(2e-5)
 
 
+def test_fallback_sets_show_intervals_and_accuracy_where_there_is_one():
+    sets = [
+        {"set": "nothing", "fp8_share_of_flops": 1.0, "k3": 2e-4, "k3_low": 1e-4, "k3_high": 4e-4},
+        {"set": "first layer", "fp8_share_of_flops": 0.75, "k3": 1e-4, "k3_low": 9e-5, "k3_high": 2e-4},
+    ]
+    sets[1]["accuracy"] = {"mean": 0.7, "low": 0.6, "high": 0.9, "n": 3}
+    figure = figures.fallback_sets({"backend": "emulated", "sets": sets})
+    left, right = figure.data
+    assert list(left.y) == ["nothing (100%)", "first layer (75%)"] and list(left.x) == [2e-4, 1e-4]
+    assert list(right.y) == ["first layer (75%)"] and list(right.x) == [0.7]
+    assert list(left.error_x.array) == pytest.approx([2e-4, 1e-4])
+    assert (right.error_x.array[0], right.error_x.arrayminus[0]) == pytest.approx((0.2, 0.1))
+    assert figure.layout.xaxis2.title.text.endswith("3 seeds")
+    del sets[1]["accuracy"]
+    assert not figures.fallback_sets({"backend": "emulated", "sets": sets}).data[1].x.size
+
+
 def test_direction_finds_a_temperature_and_no_noise():
     generator = np.random.default_rng(0)
     g = -generator.exponential(1.0, 8000)

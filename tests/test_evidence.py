@@ -115,3 +115,17 @@ def test_what_the_stressed_study_found(evidence):
     assert -0.02 < difference["accuracy_last"]["low"] < 0 < difference["accuracy_last"]["high"]
     assert difference["token_mult_prob_error"]["low"] > 0.02
     assert evidence.table(summary) in (STUDY.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_the_fallback_study_found(evidence):
+    """Issue 7: sets of layers differ in mismatch, while training too, and not in accuracy."""
+    summary = json.loads((STUDY.parent / "fallback.json").read_text())
+    sets = {row["set"]: row for row in json.loads((STUDY.parent / "fallback-sets.json").read_text())["sets"]}
+    assert len(summary["seeds"]) == 3 and set(evidence.KEPT) <= set(summary["arms"])
+    for name in evidence.KEPT:
+        difference = summary["paired_differences"][f"{name} - bf16"]["accuracy_last"]
+        assert difference["low"] < 0 < difference["high"]
+        assert sets[name]["accuracy"]["mean"] == summary["arms"][name]["accuracy_last"]["mean"]
+    mismatch = {arm: values["token_mult_prob_error_first_30"] for arm, values in summary["arms"].items()}
+    assert mismatch["first layer"]["high"] < mismatch["last layer"]["low"]
+    assert evidence.table(summary) in (STUDY.parent / "README.md").read_text(encoding="utf-8")

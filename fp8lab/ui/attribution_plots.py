@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from fp8lab.ui.plots import ARMS, OTHER, TEXT, finish
 
@@ -214,6 +215,31 @@ def frontier_figure(found: pd.DataFrame, *, backend: str = "emulated") -> go.Fig
     figure.update_xaxes(title_text="share of the linear layers' FLOPs kept in BF16", tickformat=".0%")
     figure.update_yaxes(title_text="k3 that is left, with 95 % interval", rangemode="tozero", exponentformat="power")
     return finish(figure, "What BF16 layers buy", backend, height=400)
+
+
+def fallback_sets(found: Mapping[str, Any]) -> go.Figure:
+    """Sets of layers in BF16, a row each: k3 left and, where it was trained, accuracy, with 95 % intervals; in brackets
+    the FLOPs that stay in FP8. found: data/evidence/fallback-sets.json."""
+    figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.04, column_widths=[0.62, 0.38])
+    sets = sorted(found["sets"], key=lambda row: -row["k3"])
+    names = {row["set"]: f"{row['set']} ({row['fp8_share_of_flops']:.0%})" for row in sets}
+    trained = [row for row in sets if "accuracy" in row]
+    for column, rows, of, color, symbol in (
+        (1, sets, lambda row: (row["k3"], row["k3_low"], row["k3_high"]), ROLLOUT, "square"),
+        (2, trained, lambda row: [row["accuracy"][key] for key in ("mean", "low", "high")], OTHER.color, "circle"),
+    ):
+        middle, low, high = np.array([of(row) for row in rows]).reshape(-1, 3).T
+        error = {"array": high - middle, "arrayminus": middle - low, "thickness": 1}
+        y = [names[row["set"]] for row in rows]
+        marker = {"symbol": symbol, "size": 8, "color": color}
+        figure.add_scatter(
+            x=middle, y=y, error_x=error, mode="markers", marker=marker, showlegend=False, row=1, col=column
+        )
+    figure.update_xaxes(title_text="k3 before training", rangemode="tozero", exponentformat="power", row=1, col=1)
+    seeds = f", {trained[0]['accuracy']['n']} seeds" if trained else ""
+    figure.update_xaxes(title_text=f"accuracy after training{seeds}", row=1, col=2)
+    figure.update_yaxes(automargin=True)
+    return finish(figure, "Kept in BF16 (share of FLOPs left in FP8)", found["backend"], height=560)
 
 
 def _ranks(table: pd.DataFrame) -> list[tuple[str, int]]:
