@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -290,9 +291,11 @@ def test_the_shipped_frontier_holds_what_is_said_of_it():
     assert all(shipped[name]["label"] == "weights decoded from Q4_1" for name in shipped if name != "tiny-llama")
     for name, part in shipped.items():
         assert len(part["rank_agreement"]) == 3
-        least = 0.69 if name == "smollm2-135m-modules" else 0.7  # single modules in mean |d|: 0.695 at one seed
+        if name.startswith("smollm2"):  # amendment 9: at least 4,000 tokens; each window's first has no log-prob
+            windows, width = map(int, re.findall(r"\d+", study["sample"])[:2])
+            assert windows * (width - 1) * len(study["rank_agreement"]) >= 4000
         for seed in part["rank_agreement"].values():
-            assert seed["k3"]["spearman"] >= 0.7 and seed["mean_abs"]["spearman"] >= least
+            assert seed["k3"]["spearman"] >= 0.7 and seed["mean_abs"]["spearman"] >= 0.7
             assert all(one["low"] < one["spearman"] < one["high"] for one in seed.values())
     assert all(one["k3"]["low"] >= 0.9 for one in shipped["tiny-llama"]["rank_agreement"].values())
     smollm2 = shipped["smollm2-135m"]
