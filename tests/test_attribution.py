@@ -292,8 +292,8 @@ def test_the_shipped_frontier_holds_what_is_said_of_it():
     for name, part in shipped.items():
         assert len(part["rank_agreement"]) == 3
         if name.startswith("smollm2"):  # amendment 9: at least 4,000 tokens; each window's first has no log-prob
-            windows, width = map(int, re.findall(r"\d+", study["sample"])[:2])
-            assert windows * (width - 1) * len(study["rank_agreement"]) >= 4000
+            windows, width = map(int, re.findall(r"\d+", part["sample"])[:2])
+            assert windows * (width - 1) * len(part["rank_agreement"]) >= 4000
         for seed in part["rank_agreement"].values():
             assert seed["k3"]["spearman"] >= 0.7 and seed["mean_abs"]["spearman"] >= 0.7
             assert all(one["low"] < one["spearman"] < one["high"] for one in seed.values())
