@@ -211,14 +211,18 @@ def conclusion(found: Diagnosis) -> str:
             f"*by construction*; both are {moved:.3f} nats a token from BF16. Real engines differ in kernels, too."
         )
     best = found.fallbacks[found.fallbacks["order"] == "recommended"].iloc[-1]
+    share = f"{best['removed']:.0%} [{best['removed_low']:.0%}, {best['removed_high']:.0%}]"
+    if best["removed_low"] > 0:
+        buys = f"removes {share} of it (k3)"
+    else:
+        buys = f"shows no gain on these tokens: {share} of k3 is gone, an interval with 0 in it; take more tokens"
     bands = "within every band" if not failed else f"outside {len(failed)} of {len(found.verdicts)} bands"
     return (
         f"**The two sides disagree by {gap['mean_abs_difference']:.3f} nats a token** [{gap['mean_abs_low']:.3f}, "
         f"{gap['mean_abs_high']:.3f}], `token_mult_prob_error` {gap['token_mult_prob_error']:.3f}: {bands} below. Only "
         "the plan differs between the two scores: this is what its FP8 alone does to these tokens. A training run with "
         "a gap like this has quantization; one with a clearly larger gap has a bug, too. Keeping "
-        f"{int(best['units'])} modules in BF16, {best['flops_kept']:.0%} of the FLOPs, removes "
-        f"{best['removed']:.0%} [{best['removed_low']:.0%}, {best['removed_high']:.0%}] of it (k3)."
+        f"{int(best['units'])} modules in BF16, {best['flops_kept']:.0%} of the FLOPs, {buys}."
     )
 
 
@@ -231,7 +235,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
         return "(none)"
 
     def text(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([text(v) for v in row.values()] for row in rows)]
+    lines = [list(map(text, rows[0])), ["---"] * len(rows[0]), *([text(v) for v in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

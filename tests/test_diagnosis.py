@@ -9,7 +9,7 @@ import torch
 
 from fp8lab.attribution import attribute_kv
 from fp8lab.cli import main
-from fp8lab.diagnosis import PARTS, diagnose, diagnose_model, perplexity
+from fp8lab.diagnosis import PARTS, conclusion, diagnose, diagnose_model, perplexity
 from fp8lab.models import load_model
 from fp8lab.precision import PrecisionPlan
 
@@ -92,3 +92,21 @@ def test_a_missing_text_or_model_is_a_clear_error(tmp_path, capsys):
     assert main(["diagnose", "no-such-model", "--out", str(tmp_path)]) == 1
     assert main(["diagnose", "tiny-llama", "--plan", "fp4", "--out", str(tmp_path)]) == 1
     assert "precision plan is 'fp4'" in capsys.readouterr().err
+
+
+def test_every_table_of_the_report_is_one():
+    """GitHub's rule: as many cells in each row as in the header; a bar inside a cell is escaped (`max |d|`)."""
+    found = diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), tokens=64)
+    tables = re.findall(r"(?:^\|.*\n?)+", found.as_markdown(), re.M)
+    assert len(tables) == 5 and "max \\|d\\|" in tables[0]
+    for table in tables:
+        rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.strip().splitlines()]
+        assert len({len(row) for row in rows}) == 1 and set(map(str.strip, rows[1])) == {"---"}
+
+
+@pytest.mark.parametrize(("low", "words"), [(0.1, "removes 30% [10%, 50%]"), (-0.2, "shows no gain")])
+def test_a_gain_that_may_be_none_is_not_called_one(low, words):
+    found = diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), tokens=64)
+    best = found.fallbacks[found.fallbacks["order"] == "recommended"].index[-1]
+    found.fallbacks.loc[best, ["removed", "removed_low", "removed_high"]] = (0.3, low, 0.5)
+    assert words in conclusion(found)
