@@ -48,7 +48,7 @@ EQUAL_TOKENS = 32
 ROOT = Path(__file__).parent.parent
 
 
-def bench_rollout(rounds: int = 5, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
+def bench_rollout(rounds: int = 15, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
     """Seconds for `prompts` groups of 8 sequences, ours and transformers.generate's, and vLLM's where it is installed.
 
     Twice: with answers as long as the model makes them, and with `equal_tokens` tokens from everyone.

@@ -200,16 +200,16 @@ class Float8Linear(QuantizedCopy, nn.Linear):
         )
 
 
-def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+def fuse(layers: Sequence[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Linears of one input as one GEMM, as inference engines run them (vLLM: qkv_proj, gate_up_proj); forward only.
 
-    x (..., K) -> (..., sum of N), layer after layer. An FP8 operand is rounded once instead of once per layer, to the
-    same codes. The layers' weights become rows of one tensor, so nothing is stored twice. Layers that differ in kind,
-    precision or backend, have a bias, hooks or fixed tiles run one by one.
+    Returns x (..., K) -> (..., sum of N), layer after layer, which holds until a weight is replaced. An FP8 operand is
+    rounded once instead of once per layer, to the same codes. The layers' weights become rows of one tensor, so nothing
+    is stored twice. Layers that differ in kind, precision or backend, have a bias, hooks or fixed tiles run one by one.
     """
     first = layers[0]
     if not all(_fuses(first, layer) for layer in layers):
-        return torch.cat([layer(x) for layer in layers], dim=-1)
+        return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
     emulated = isinstance(first, Float8Linear)
     weights = [layer.quantized.values if emulated else layer.weight.data for layer in layers]
     weight = _rows_of_one(weights)
@@ -221,9 +221,9 @@ def fused_linears(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
             else:
                 layer.weight.data = part
     if not emulated:
-        return F.linear(x, weight)
-    y = first.output(x.reshape(-1, x.shape[-1]).float(), QuantizedWeight(weight, None))
-    return y.view(*x.shape[:-1], -1)
+        return lambda x: F.linear(x, weight)
+    whole = QuantizedWeight(weight, None)
+    return lambda x: first.output(x.reshape(-1, x.shape[-1]).float(), whole).view(*x.shape[:-1], -1)
 
 
 def _fuses(first: nn.Module, layer: nn.Module) -> bool:

@@ -9,7 +9,8 @@ cache objects and keyword arguments. A decoder-only Llama-like model needs littl
     x      += mlp(norm(x))
 
 Every W, norm and mlp is the model's module itself, so what is quantized, and how, stays the layers' own business; q, k
-and v, and gate and up, run as one GEMM each where they may (`linear.fused_linears`).
+and v, and gate and up, run as one GEMM each where they may (`linear.fuse`). Of a prompt the last layer needs only the
+last token, once its keys and values are in the cache.
 
 Column = position: token p of a sequence lies in column p of its cache row, whatever the batch. So the mask is just
 "column <= position", padding (on the right) is overwritten before it could be seen, and a sum over keys runs in an
@@ -30,16 +31,21 @@ transformers' forward. Sequences that part no longer share the memory of what th
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8lab.linear import fused_linears
+from fp8lab.linear import fuse
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 FEW_TOKENS = 16
+SMALLEST_PRODUCT = 400
+"""Multiplications of one matrix product from which on torch.bmm calls a BLAS (ATen/native/LinearAlgebra.cpp)."""
+KEPT = 64 * 2**20
+"""Bytes of keys and values that stay allocated between calls."""
 KINDS = ("key", "value")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -65,13 +71,21 @@ class KVCache:
     third of the time that it takes with columns first.
     """
 
-    def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, device: torch.device) -> None:
-        fields = self.fields(head_dim)
-        shape = len(KINDS), rows, heads, columns
-        self.buffers = [[torch.empty(*shape, w, dtype=d, device=device) for d, w in fields] for _ in range(layers)]
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        columns: int,
+        head_dim: int,
+        device: torch.device,
+        free: list[torch.Tensor] | None = None,
+    ) -> None:
+        self.free = [] if free is None else free
+        shapes = [((len(KINDS), rows, heads, columns, width), dtype) for dtype, width in self.fields(head_dim)]
+        self.buffers = [[self._room(shape, dtype, device) for shape, dtype in shapes] for _ in range(layers)]
         self.row = torch.arange(rows, device=device)[:, None]
         self.used = 0  # columns that some row has written; the others hold nothing yet
-        self.spare: dict[int, torch.Tensor] = {}
 
     def fields(self, head_dim: int) -> tuple[tuple[torch.dtype, int], ...]:
         """Type and width of what is stored for one head of one token."""
@@ -114,19 +128,30 @@ class KVCache:
             return
         for buffers in self.buffers:
             for field, old in enumerate(buffers):
-                new = self._room(field, old, len(rows))
+                new = self._room((len(old), len(rows), *old.shape[2:]), old.dtype, old.device)
                 torch.index_select(old[..., : self.used, :], 1, rows, out=new[..., : self.used, :])
-                buffers[field], self.spare[field] = new, old
+                buffers[field] = new
+                self.free.append(old)
         self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
-    def _room(self, field: int, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """An uninitialized buffer for `rows` rows, in the memory freed last if that is large enough: fresh memory costs
-        more than the copy."""
-        shape = (len(like), rows, *like.shape[2:])
-        size, spare = like[:, 0].numel() * rows, self.spare.get(field)
-        if spare is None or spare.untyped_storage().nbytes() < size * like.itemsize:
-            return like.new_empty(shape)
-        return spare.as_strided((size,), (1,), 0).view(shape)
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialized buffer, in memory that was freed if some is large enough: fresh memory costs more than the
+        copy that goes there."""
+        size = math.prod(shape)
+        for number, old in enumerate(self.free):
+            if old.dtype == dtype and _memory(old) >= size * old.itemsize:
+                return self.free.pop(number).as_strided((size,), (1,), 0).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def release(self) -> None:
+        """End this cache: its memory, up to KEPT bytes, is for the next one of the same decoder."""
+        buffers = list(itertools.chain(*self.buffers))
+        self.free += buffers
+        self.free.sort(key=_memory)
+        del self.free[: -len(buffers) - len(self.buffers[0])]  # too small by now
+        while sum(map(_memory, self.free)) > KEPT:
+            self.free.pop()
+        self.buffers = []
 
     @property
     def nbytes(self) -> int:
@@ -134,10 +159,15 @@ class KVCache:
         return sum(b.nbytes for b in itertools.chain(*self.buffers))
 
 
+def _memory(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage().nbytes()
+
+
 def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
-    """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there."""
-    if q.shape[2] <= FEW_TOKENS:
-        grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
+    """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there, unless
+    each is so small that torch.bmm has it done by a plain loop."""
+    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
+    if q.shape[2] <= FEW_TOKENS and grouped.shape[2] * k[0, 0].numel() >= SMALLEST_PRODUCT:
         scores = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling)
         scores.view(*k.shape[:2], -1, *bias.shape[2:]).add_(bias[:, :, None])
         p = scores.softmax(dim=-1)
@@ -152,6 +182,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, *, attention: Callable = attend, cache_type: type[KVCache] = KVCache) -> None:
         self.model, self.attention, self.cache_type = model, attention, cache_type
+        self.free: list[torch.Tensor] = []  # memory of the caches before
         config, base = model.config, model.model
         self.head_dim = base.layers[0].self_attn.head_dim
         self.heads = config.num_key_value_heads
@@ -165,9 +196,11 @@ class Decoder:
         token, and the cache, which has room for `columns` tokens a row."""
         base = self.model.model
         device = base.embed_tokens.weight.device
-        cache = self.cache_type(len(base.layers), len(prompts), self.heads, columns, self.head_dim, device)
+        shape = len(base.layers), len(prompts), self.heads, columns, self.head_dim
+        cache = self.cache_type(*shape, device, self.free)
         positions = torch.arange(prompts.shape[1], device=device).expand_as(prompts)
         last = (lengths - 1).to(device)
+        self.layers = [_Layer(layer) for layer in base.layers]
         return self._forward(prompts.to(device), positions, cache, last).to(prompts.device), cache
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
@@ -185,15 +218,19 @@ class Decoder:
         cache.reach(length)
         cache.real = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
         x = base.embed_tokens(tokens)
-        for number, layer in enumerate(base.layers):
-            h = layer.input_layernorm(x)
-            x += self._attend(number, layer.self_attn, h, positions, cache, mask, bias, cos, sin)
-            x += _mlp(layer.mlp, layer.post_attention_layernorm(x))
-        x = x[torch.arange(len(x), device=x.device), last]
+        for number, layer in enumerate(self.layers):
+            out = self._attend(number, layer, layer.norm(x), positions, cache, mask, bias, cos, sin)
+            if number == len(self.layers) - 1 and layer.dense:
+                x, out = _rows(x, last), _rows(out, last)
+            x += layer.attention.o_proj(out)
+            x += layer.mlp(layer.mlp_norm(x))
+        x = x if layer.dense else _rows(x, last)
         return self.model.lm_head(base.norm(x)).float()
 
-    def _attend(self, number, module, h, positions, cache, mask, bias, cos, sin) -> torch.Tensor:
-        qkv = fused_linears((module.q_proj, module.k_proj, module.v_proj), h).view(*h.shape[:2], -1, self.head_dim)
+    def _attend(self, number, layer: _Layer, h, positions, cache, mask, bias, cos, sin) -> torch.Tensor:
+        """Normed input h (R, T, hidden) -> attention (R, T, H * D) before its output projection."""
+        module = layer.attention
+        qkv = layer.qkv(h).view(*h.shape[:2], -1, self.head_dim)
         sizes = qkv.shape[2] - 2 * self.heads, self.heads
         qk, v = qkv.split((sum(sizes), self.heads), dim=2)
         if hasattr(module, "q_norm"):
@@ -204,14 +241,38 @@ class Decoder:
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
         out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, **more)
-        return module.o_proj(out.reshape(*h.shape[:2], -1))
+        return out.reshape(*h.shape[:2], -1)
 
 
-def _mlp(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    if not hasattr(module, "gate_proj"):  # experts
-        return module(h)
-    gate, up = fused_linears((module.gate_proj, module.up_proj), h).chunk(2, dim=-1)
-    return module.down_proj(module.act_fn(gate).mul_(up))
+class _Layer:
+    """The pieces of a decoder layer as functions. They hold until its weights change, so each batch takes them anew."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.attention, mlp = layer.self_attn, layer.mlp
+        self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.qkv = fuse((self.attention.q_proj, self.attention.k_proj, self.attention.v_proj))
+        self.dense = hasattr(mlp, "gate_proj")  # else experts, whose routes are of interest for every token
+        self.mlp = _gated(fuse((mlp.gate_proj, mlp.up_proj)), mlp) if self.dense else mlp
+
+
+def _gated(gate_up: Callable, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def mlp(h: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up(h).chunk(2, dim=-1)
+        return module.down_proj(module.act_fn(gate).mul_(up))
+
+    return mlp
+
+
+def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The module, or torch's function where it is the same to the last bit: transformers' RMSNorm in float32."""
+    if module.weight.dtype != torch.float32 or not type(module).__name__.endswith("RMSNorm"):
+        return module
+    return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def _rows(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """x (R, T, ...) -> (R, ...), of each row the token with its number (R,)."""
+    return x[:, 0] if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), token]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

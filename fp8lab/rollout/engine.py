@@ -101,7 +101,7 @@ def encode_prompts(prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: 
     if isinstance(prompts, str) or len(prompts) == 0:
         raise ValueError(f"prompts is {prompts!r}; give a non-empty list of strings or of token id lists")
     texts = [p for p in prompts if isinstance(p, str)]
-    encoded = iter(tokenizer(texts).input_ids if texts else [])
+    encoded = iter(tokenizer(texts, return_attention_mask=False).input_ids if texts else [])
     ids = [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:

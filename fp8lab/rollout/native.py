@@ -271,6 +271,7 @@ class NativeEngine:
             at = position.new_empty(len(prefixes)).index_copy_(0, rows, position)
             logits = self.decoder.step(prefixes % vocabulary, at, cache)[rows]
             position = position + 1
+        cache.release()
         return completions, logprobs, counts
 
 
@@ -290,6 +291,10 @@ class TransformersForward:
             """Keep these rows, in this order; a row named several times is copied."""
             self.cache.batch_select_indices(rows)
             self.attention = self.attention[rows]
+
+        def release(self) -> None:
+            """End this cache; transformers keeps no memory."""
+            self.cache = None
 
         @property
         def nbytes(self) -> int:
