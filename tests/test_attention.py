@@ -444,7 +444,7 @@ def test_peak_memory_is_about_half_of_bf16():
         def run():
             cache = make(48, 64, 4, 96, 32, torch.device("cpu"))
             for layer in range(48):
-                cache.append(layer, x, x, positions)
+                cache.append(layer, x, x, cache.places(positions))
                 cache.read(layer, 96)
 
         return peak_megabytes(run)

@@ -106,11 +106,18 @@ class KVCache:
                 buffer[..., self.used : length, :].zero_()
             self.used = length
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write k and v (R, T, heads, D) of every row at its positions (R, T)."""
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where `append` writes tokens at these positions (R, T): for each of their heads (R, T, heads) the number of
+        its place, counted through rows, heads and columns."""
+        _, _, heads, columns, _ = self.buffers[0][0].shape
+        head = torch.arange(heads, device=positions.device)
+        return (self.row[:, :, None] * heads + head) * columns + positions[:, :, None]
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> None:
+        """Write k and v (R, T, heads, D) of every row at its `places`."""
         for number, x in enumerate((k, v)):
             for buffer, new in zip(self.buffers[layer], self.store(layer, KINDS[number], x), strict=True):
-                buffer[number, self.row, :, positions] = new
+                buffer[number].view(-1, buffer.shape[-1])[places] = new
 
     def read(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the first `length` columns, (R, heads, length, D) float32."""
@@ -216,10 +223,11 @@ class Decoder:
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         cache.reach(length)
+        places = cache.places(positions)
         cache.real = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
         x = base.embed_tokens(tokens)
         for number, layer in enumerate(self.layers):
-            out = self._attend(number, layer, layer.norm(x), positions, cache, mask, bias, cos, sin)
+            out = self._attend(number, layer, layer.norm(x), places, cache, mask, bias, cos, sin)
             if number == len(self.layers) - 1 and layer.dense:
                 x, out = _rows(x, last), _rows(out, last)
             x += layer.attention.o_proj(out)
@@ -227,7 +235,7 @@ class Decoder:
         x = x if layer.dense else _rows(x, last)
         return self.model.lm_head(base.norm(x)).float()
 
-    def _attend(self, number, layer: _Layer, h, positions, cache, mask, bias, cos, sin) -> torch.Tensor:
+    def _attend(self, number, layer: _Layer, h, places, cache, mask, bias, cos, sin) -> torch.Tensor:
         """Normed input h (R, T, hidden) -> attention (R, T, H * D) before its output projection."""
         module = layer.attention
         qkv = layer.qkv(h).view(*h.shape[:2], -1, self.head_dim)
@@ -237,7 +245,7 @@ class Decoder:
             q, k = qk.split(sizes, dim=2)
             qk = torch.cat((module.q_norm(q), module.k_norm(k)), dim=2)
         q, k = rotate(qk, cos, sin).split(sizes, dim=2)
-        cache.append(number, k, v, positions)
+        cache.append(number, k, v, places)
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
         out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, **more)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from fp8lab.rollout.sampling import SamplingParams
 
@@ -114,6 +113,12 @@ def encode_prompts(prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: 
     return ids
 
 
+def right_pad(ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Token ids of each prompt as one (R, T) int64, zeros after its end."""
+    width = max(map(len, ids))
+    return torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in ids])
+
+
 def eos_tokens(generation_config: Any, tokenizer: Any) -> torch.Tensor:
     """The token ids (int64) that end a completion: the model's, or else the tokenizer's."""
     eos = generation_config.eos_token_id
@@ -152,7 +157,7 @@ def pack_rollout(
     starts = torch.tensor([len(p) for p in ids]).repeat_interleave(sampling.n)
     lengths = starts + counts
     tokens = torch.full((len(counts), int(lengths.max())), tokenizer.pad_token_id or 0)
-    prompts = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in ids], batch_first=True)
+    prompts = right_pad(ids)
     place = torch.arange(tokens.shape[1])
     in_prompt = place < starts[:, None]
     mask = (place < lengths[:, None]) & ~in_prompt
@@ -165,7 +170,7 @@ def pack_rollout(
     last = completions.gather(1, counts[:, None] - 1)
     answers = [tuple(row[:count]) for row, count in zip(completions.tolist(), counts.tolist(), strict=True)]
     different = list(dict.fromkeys(answers))  # decoding takes 10 us, and the samples of a group are often alike
-    text = dict(zip(different, tokenizer.batch_decode(different, skip_special_tokens=True), strict=True))
+    text = dict(zip(different, tokenizer.decode(different, skip_special_tokens=True), strict=True))
     return Rollout(
         tokens=tokens,
         logprobs=placed,

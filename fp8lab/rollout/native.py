@@ -48,6 +48,7 @@ from fp8lab.rollout.engine import (
     eos_tokens,
     pack_rollout,
     require_weights,
+    right_pad,
 )
 from fp8lab.rollout.float8_cache import float8_cache
 from fp8lab.rollout.sampling import SamplingParams, draw
@@ -245,9 +246,8 @@ class NativeEngine:
         """Completions and log-probs (prompts * n, max_tokens) and lengths of these prompts; uniform: as completions."""
         n, limit = sampling.n, self.model.config.max_position_embeddings
         lengths = torch.tensor([len(p) for p in prompts])
-        padded = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
         columns = min(limit, int(lengths.max()) + sampling.max_tokens - 1)
-        logits, cache = self.decoder.prefill(padded, lengths, columns)
+        logits, cache = self.decoder.prefill(right_pad(prompts), lengths, columns)
         completions, logprobs = torch.zeros(uniform.shape, dtype=torch.long), torch.zeros(uniform.shape)
         counts = torch.zeros(len(uniform), dtype=torch.long)
         active = torch.arange(len(uniform))
