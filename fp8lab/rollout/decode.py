@@ -285,4 +285,4 @@ def _rows(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of x (R, T, H, D) in Llama's half-split layout; the first half of sin comes negated."""
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    return x.roll(x.shape[-1] // 2, dims=-1).mul_(sin).add_(x * cos)
