@@ -214,7 +214,8 @@ def fuse(layers: Sequence[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
     weights = [layer.quantized.values if emulated else layer.weight.data for layer in layers]
     weight = _rows_of_one(weights)
     if weight is None:  # the first time, and after a refresh
-        weight = torch.cat(weights)
+        with torch.inference_mode(False):  # weights are written to later
+            weight = torch.cat(weights)
         for layer, part in zip(layers, weight.split([len(w) for w in weights]), strict=True):
             if emulated:
                 layer._cache = layer.quantized._replace(values=part)

@@ -146,7 +146,8 @@ class KVCache:
         copy that goes there."""
         size = math.prod(shape)
         for number, old in enumerate(self.free):
-            if old.dtype == dtype and _memory(old) >= size * old.itemsize:
+            usable = torch.is_inference_mode_enabled() or not old.is_inference()
+            if usable and old.dtype == dtype and _memory(old) >= size * old.itemsize:
                 return self.free.pop(number).as_strided((size,), (1,), 0).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -242,6 +242,7 @@ class NativeEngine:
         self._counts["seconds"] += time.perf_counter() - start_time
         return rollout
 
+    @torch.inference_mode()  # 5 % faster than no_grad here; what leaves is copied into tensors that may have gradients
     def _sample_batch(self, prompts: list[list[int]], uniform: torch.Tensor, sampling: SamplingParams, should_stop):
         """Completions and log-probs (prompts * n, max_tokens) and lengths of these prompts; uniform: as completions."""
         n, limit = sampling.n, self.model.config.max_position_embeddings
