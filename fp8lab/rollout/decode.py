@@ -226,20 +226,22 @@ class Decoder:
         cache.reach(length)
         places = cache.places(positions)
         cache.real = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
-        x = base.embed_tokens(tokens)
+        x = base.embed_tokens(tokens).flatten(0, 1)  # (R * T, hidden): two dimensions save a linear some microseconds
+        first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
         for number, layer in enumerate(self.layers):
             out = self._attend(number, layer, layer.norm(x), places, cache, mask, bias, cos, sin)
-            if number == len(self.layers) - 1 and layer.dense:
-                x, out = _rows(x, last), _rows(out, last)
+            if number == len(self.layers) - 1 and layer.dense and tokens.shape[1] > 1:
+                x, out = x[first + last], out[first + last]
             x += layer.attention.o_proj(out)
-            x += layer.mlp(layer.mlp_norm(x))
-        x = x if layer.dense else _rows(x, last)
+            h = layer.mlp_norm(x)
+            x += layer.mlp(h if layer.dense else h.view(*tokens.shape, -1)).view(x.shape)
+        x = x if len(x) == len(tokens) else x[first + last]
         return self.model.lm_head(base.norm(x)).float()
 
     def _attend(self, number, layer: _Layer, h, places, cache, mask, bias, cos, sin) -> torch.Tensor:
-        """Normed input h (R, T, hidden) -> attention (R, T, H * D) before its output projection."""
+        """Normed input h (R * T, hidden) -> attention (R * T, H * D) before its output projection."""
         module = layer.attention
-        qkv = layer.qkv(h).view(*h.shape[:2], -1, self.head_dim)
+        qkv = layer.qkv(h).view(*places.shape[:2], -1, self.head_dim)
         sizes = qkv.shape[2] - 2 * self.heads, self.heads
         qk, v = qkv.split((sum(sizes), self.heads), dim=2)
         if hasattr(module, "q_norm"):
@@ -250,7 +252,7 @@ class Decoder:
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
         out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, **more)
-        return out.reshape(*h.shape[:2], -1)
+        return out.reshape(len(h), -1)
 
 
 class _Layer:
@@ -277,11 +279,6 @@ def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     if module.weight.dtype != torch.float32 or not type(module).__name__.endswith("RMSNorm"):
         return module
     return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-
-
-def _rows(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """x (R, T, ...) -> (R, ...), of each row the token with its number (R,)."""
-    return x[:, 0] if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), token]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
