@@ -144,9 +144,9 @@ class KVCache:
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialized buffer, in memory that was freed if some is large enough: fresh memory costs more than the
         copy that goes there."""
-        size = math.prod(shape)
+        size, inference = math.prod(shape), torch.is_inference_mode_enabled()
         for number, old in enumerate(self.free):
-            usable = torch.is_inference_mode_enabled() or not old.is_inference()
+            usable = inference or not old.is_inference()
             if usable and old.dtype == dtype and _memory(old) >= size * old.itemsize:
                 return self.free.pop(number).as_strided((size,), (1,), 0).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
@@ -155,10 +155,10 @@ class KVCache:
         """End this cache: its memory, up to KEPT bytes, is for the next one of the same decoder."""
         buffers = list(itertools.chain(*self.buffers))
         self.free += buffers
-        self.free.sort(key=_memory)
-        del self.free[: -len(buffers) - len(self.buffers[0])]  # too small by now
+        self.free.sort(key=_memory, reverse=True)
+        del self.free[len(buffers) + len(self.buffers[0]) :]  # too small by now
         while sum(map(_memory, self.free)) > KEPT:
-            self.free.pop()
+            self.free.pop(0)
         self.buffers = []
 
     @property
