@@ -393,8 +393,8 @@ class Bfloat16KVCache(KVCache):
     def fields(self, head_dim):
         return ((torch.bfloat16, head_dim),)
 
-    def store(self, layer, kind, x):
-        return (x.bfloat16(),)
+    def store(self, layer, kv):
+        return (kv.bfloat16(),)
 
     def load(self, layer, kind, stored):
         return stored[0].float()
@@ -444,7 +444,7 @@ def test_peak_memory_is_about_half_of_bf16():
         def run():
             cache = make(48, 64, 4, 96, 32, torch.device("cpu"))
             for layer in range(48):
-                cache.append(layer, x, x, cache.places(positions))
+                cache.append(layer, torch.stack((x, x), dim=2), cache.places(positions))
                 cache.read(layer, 96)
 
         return peak_megabytes(run)

@@ -168,10 +168,10 @@ def test_the_cache_keeps_what_was_written():
         buffer.fill_(float("nan"))  # whatever was in the memory
     k, v = torch.randn(2, 3, 5, 4, 8)
     cache.reach(5)
-    cache.append(1, k, v, cache.places(torch.arange(5).expand(3, 5)))
+    cache.append(1, torch.stack((k, v), dim=2), cache.places(torch.arange(5).expand(3, 5)))
     late = torch.tensor([[5], [2], [4]])
     cache.reach(6)
-    cache.append(1, k[:, :1] + 1, v[:, :1] + 1, cache.places(late))
+    cache.append(1, torch.stack((k, v), dim=2)[:, :1] + 1, cache.places(late))
     got_k, got_v = cache.read(1, 6)
     for got, new in ((got_k, k), (got_v, v)):
         expected = torch.zeros(3, 6, 4, 8)

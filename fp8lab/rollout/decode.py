@@ -19,7 +19,7 @@ order that no other sequence can change, which is what `invariant.py` needs.
 Two pieces are made to be replaced:
 
     storage     subclass KVCache and override `fields`, `store` and `load` (FP8 codes and scales instead of float32):
-                Decoder(model, cache_type=MyCache). k and v (..., heads, D) arrive after RoPE and q/k-norm.
+                Decoder(model, cache_type=MyCache). Keys and values arrive after RoPE and q/k-norm.
     attention   Decoder(model, attention=f) with transformers' attention interface:
                 f(module, q (R, H, T, D), k (R, H_kv, L, D), v, mask (R, 1, T, L) bool, scaling=...,
                 bias=the mask as 0 and -inf, real=which of the new tokens are no padding) -> (R, T, H, D), None
@@ -41,6 +41,8 @@ from torch import nn
 from fp8lab.linear import fuse
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+COLUMNS = 8
+"""Columns of a cache that are begun at a time."""
 FEW_TOKENS = 16
 SMALLEST_PRODUCT = 400
 """Multiplications of one matrix product from which on torch.bmm calls a BLAS (ATen/native/LinearAlgebra.cpp)."""
@@ -91,9 +93,9 @@ class KVCache:
         """Type and width of what is stored for one head of one token."""
         return ((torch.float32, head_dim),)
 
-    def store(self, layer: int, kind: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x (..., heads, D) float32, `key` or `value` -> one tensor (..., heads, width) per field."""
-        return (x,)
+    def store(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values (R, T, 2, heads, D) float32 -> one tensor (R, T, 2, heads, width) per field."""
+        return (kv,)
 
     def load(self, layer: int, kind: str, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """What `store` gave, back to (..., D) float32."""
@@ -102,27 +104,29 @@ class KVCache:
     def reach(self, length: int) -> None:
         """Begin columns up to `length`, as zeros: rows that have no token there yet are masked, but 0 * NaN is NaN."""
         if length > self.used:
+            first = self.buffers[0][0]
+            length = min(first.shape[3], -(-length // COLUMNS) * COLUMNS)
             for buffer in itertools.chain(*self.buffers):
                 buffer[..., self.used : length, :].zero_()
             self.used = length
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where `append` writes tokens at these positions (R, T): for each of their heads (R, T, heads) the number of
-        its place, counted through rows, heads and columns."""
-        _, _, heads, columns, _ = self.buffers[0][0].shape
+        """Where `append` writes tokens at these positions (R, T): for each of their heads' keys and values (R, T, 2,
+        heads) the number of its place, counted through kinds, rows, heads and columns."""
+        kinds, rows, heads, columns, _ = self.buffers[0][0].shape
+        kind = torch.arange(kinds, device=positions.device)[:, None] * rows
         head = torch.arange(heads, device=positions.device)
-        return (self.row[:, :, None] * heads + head) * columns + positions[:, :, None]
+        return ((kind + self.row[:, :, None, None]) * heads + head) * columns + positions[:, :, None, None]
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> None:
-        """Write k and v (R, T, heads, D) of every row at its `places`."""
-        for number, x in enumerate((k, v)):
-            for buffer, new in zip(self.buffers[layer], self.store(layer, KINDS[number], x), strict=True):
-                buffer[number].view(-1, buffer.shape[-1])[places] = new
+    def append(self, layer: int, kv: torch.Tensor, places: torch.Tensor) -> None:
+        """Write keys and values (R, T, 2, heads, D) of every row at its `places`."""
+        for buffer, new in zip(self.buffers[layer], self.store(layer, kv), strict=True):
+            buffer.view(-1, buffer.shape[-1])[places] = new
 
     def read(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of the first `length` columns, (R, heads, length, D) float32."""
-        k, v = (self.load(layer, kind, stored) for kind, stored in self.stored(layer, length))
-        return k, v
+        (_, k), (_, v) = self.stored(layer, length)
+        return self.load(layer, "key", k), self.load(layer, "value", v)
 
     def stored(self, layer: int, length: int) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
         """`key` and `value`, each with its fields (R, heads, length, width)."""
@@ -174,8 +178,9 @@ def _memory(buffer: torch.Tensor) -> int:
 def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
     """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there, unless
     each is so small that torch.bmm has it done by a plain loop."""
-    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # query heads that share keys become rows of one matrix
-    if q.shape[2] <= FEW_TOKENS and grouped.shape[2] * k[0, 0].numel() >= SMALLEST_PRODUCT:
+    together = q.shape[1] // k.shape[1] * q.shape[2]  # queries that share keys become rows of one matrix
+    if q.shape[2] <= FEW_TOKENS and together * k.shape[2] * k.shape[3] >= SMALLEST_PRODUCT:
+        grouped = q.reshape(*k.shape[:2], together, q.shape[-1])
         scores = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling)
         scores.view(*k.shape[:2], -1, *bias.shape[2:]).add_(bias[:, :, None])
         p = scores.softmax(dim=-1)
@@ -221,7 +226,7 @@ class Decoder:
         base = self.model.model
         length = int(positions.max()) + 1
         mask = torch.arange(length, device=tokens.device) <= positions[:, None, :, None]
-        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+        bias = torch.where(mask, 0.0, float("-inf"))
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         cache.reach(length)
         places = cache.places(positions)
@@ -232,7 +237,7 @@ class Decoder:
             out = self._attend(number, layer, layer.norm(x), places, cache, mask, bias, cos, sin)
             if number == len(self.layers) - 1 and layer.dense and tokens.shape[1] > 1:
                 x, out = x[first + last], out[first + last]
-            x += layer.attention.o_proj(out)
+            x += layer.out(out)
             h = layer.mlp_norm(x)
             x += layer.mlp(h if layer.dense else h.view(*tokens.shape, -1)).view(x.shape)
         x = x if len(x) == len(tokens) else x[first + last]
@@ -242,16 +247,15 @@ class Decoder:
         """Normed input h (R * T, hidden) -> attention (R * T, H * D) before its output projection."""
         module = layer.attention
         qkv = layer.qkv(h).view(*places.shape[:2], -1, self.head_dim)
-        sizes = qkv.shape[2] - 2 * self.heads, self.heads
-        qk, v = qkv.split((sum(sizes), self.heads), dim=2)
+        heads = qkv.shape[2] - 2 * self.heads
         if hasattr(module, "q_norm"):
-            q, k = qk.split(sizes, dim=2)
-            qk = torch.cat((module.q_norm(q), module.k_norm(k)), dim=2)
-        q, k = rotate(qk, cos, sin).split(sizes, dim=2)
-        cache.append(number, k, v, places)
+            q, k, v = qkv.split((heads, self.heads, self.heads), dim=2)
+            qkv = torch.cat((module.q_norm(q), module.k_norm(k), v), dim=2)
+        rotate(qkv[:, :, : heads + self.heads], cos, sin)
+        cache.append(number, qkv[:, :, heads:].unflatten(2, (len(KINDS), self.heads)), places)
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
-        out, _ = self.attention(module, q.transpose(1, 2), k, v, mask, **more)
+        out, _ = self.attention(module, qkv[:, :, :heads].transpose(1, 2), k, v, mask, **more)
         return out.reshape(len(h), -1)
 
 
@@ -262,14 +266,17 @@ class _Layer:
         self.attention, mlp = layer.self_attn, layer.mlp
         self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self.qkv = fuse((self.attention.q_proj, self.attention.k_proj, self.attention.v_proj))
+        self.out = fuse((self.attention.o_proj,))
         self.dense = hasattr(mlp, "gate_proj")  # else experts, whose routes are of interest for every token
         self.mlp = _gated(fuse((mlp.gate_proj, mlp.up_proj)), mlp) if self.dense else mlp
 
 
 def _gated(gate_up: Callable, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    down = fuse((module.down_proj,))
+
     def mlp(h: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up(h).chunk(2, dim=-1)
-        return module.down_proj(module.act_fn(gate).mul_(up))
+        return down(module.act_fn(gate).mul_(up))
 
     return mlp
 
@@ -282,5 +289,7 @@ def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of x (R, T, H, D) in Llama's half-split layout; the first half of sin comes negated."""
-    return x.roll(x.shape[-1] // 2, dims=-1).mul_(sin).add_(x * cos)
+    """Rotary position embedding of x (R, T, H, D), in place, in Llama's half-split layout; the first half of sin comes
+    negated."""
+    turned = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
+    return x.mul_(cos).add_(turned)

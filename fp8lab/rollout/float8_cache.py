@@ -19,7 +19,7 @@ from torch import nn
 
 from fp8lab.attention import Float8Attention, Operand, attend, attention_of, encode, token_head_scale
 from fp8lab.formats import E4M3
-from fp8lab.rollout.decode import KVCache
+from fp8lab.rollout.decode import KINDS, KVCache
 
 
 class Float8KVCache(KVCache):
@@ -34,14 +34,15 @@ class Float8KVCache(KVCache):
         codes = (torch.uint8, head_dim)
         return (codes, (torch.float32, 1)) if self.attention.dynamic else (codes,)
 
-    def store(self, layer: int, kind: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Codes (and scales) of k or v (R, T, heads, D)."""
-        scale = self.attention.scale(kind, layer)
-        self.attention.meter.record(layer, kind, x.transpose(1, 2), self.real, scale)
-        if scale is not None:
-            return (encode(x, scale),)
-        dynamic = token_head_scale(x)
-        return encode(x, dynamic), dynamic
+    def store(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Codes (and scales) of keys and values (R, T, 2, heads, D)."""
+        scales = [self.attention.scale(kind, layer) for kind in KINDS]
+        for kind, x, scale in zip(KINDS, kv.unbind(2), scales, strict=True):
+            self.attention.meter.record(layer, kind, x.transpose(1, 2), self.real, scale)
+        if not self.attention.dynamic:
+            return (torch.stack([encode(x, s) for x, s in zip(kv.unbind(2), scales, strict=True)], dim=2),)
+        dynamic = token_head_scale(kv)
+        return encode(kv, dynamic), dynamic
 
     def read(self, layer: int, length: int) -> tuple[Operand, Operand]:
         """Code values and scales of k and v in the first `length` columns, for `attend`."""

@@ -51,7 +51,7 @@ def processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.
     logits: (B, V). The most likely token is always kept; of equal logits at the top-k border all are.
     """
     logits = logits.float()
-    if sampling.temperature > 0:
+    if sampling.temperature not in (0, 1):
         logits = logits / sampling.temperature
     if not sampling.truncates:
         return logits.log_softmax(dim=-1)
