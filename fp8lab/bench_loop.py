@@ -48,7 +48,7 @@ EQUAL_TOKENS = 32
 ROOT = Path(__file__).parent.parent
 
 
-def bench_rollout(rounds: int = 15, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
+def bench_rollout(rounds: int = 25, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
     """Seconds for `prompts` groups of 8 sequences, ours and transformers.generate's, and vLLM's where it is installed.
 
     Twice: with answers as long as the model makes them, and with `equal_tokens` tokens from everyone.
@@ -56,31 +56,35 @@ def bench_rollout(rounds: int = 15, *, prompts: int = PROMPTS, equal_tokens: int
     questions, tokenizer = _questions(prompts), load_tokenizer(MODEL)
     model = _as_people_load_it()
     engine = _float32_engine(model, tokenizer)
-    bf16, fp8 = (NativeEngine(model, PrecisionPlan.preset(p), tokenizer=tokenizer) for p in ("bf16", "fp8-rollout"))
     seeds = itertools.count()
+
+    def peer(max_tokens: int = MAX_TOKENS, equal: bool = False):
+        return _generate(model, tokenizer, questions, max_tokens, equal=equal)
 
     def native(engine: NativeEngine, sampling: SamplingParams):
         return engine.generate(questions, sampling, seed=next(seeds))
 
     sampling = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
-    rows = paired(
+    candidates = {"transformers.generate": peer, "fp8lab float32": lambda: native(engine, sampling)}
+    rows = paired(candidates, "transformers.generate", rounds=rounds)
+    goals = [goal("float32 rollout, times transformers.generate", rows[1]["ratio"], 1 / 3)]
+    calls: dict[str, Callable[[], Any]] = {goals[0]["goal"]: lambda: native(engine, sampling)}
+    bf16, fp8 = (NativeEngine(model, PrecisionPlan.preset(p), tokenizer=tokenizer) for p in ("bf16", "fp8-rollout"))
+    rows += paired(
         {
-            "transformers.generate": lambda: _generate(model, tokenizer, questions, MAX_TOKENS, equal=False),
-            "fp8lab float32": lambda: native(engine, sampling),
+            "generate, beside emulation": peer,
             "fp8lab BF16": lambda: native(bf16, sampling),
             "fp8lab FP8 linears": lambda: native(fp8, sampling),
         },
-        "transformers.generate",
+        "generate, beside emulation",
         rounds=rounds,
     )
-    goals = [goal("float32 rollout, times transformers.generate", rows[1]["ratio"], 1 / 3)]
-    calls: dict[str, Callable[[], Any]] = {goals[0]["goal"]: lambda: native(engine, sampling)}
     equal = dataclasses.replace(sampling, max_tokens=equal_tokens)
     endless = _float32_engine(model, tokenizer)
     endless._eos = endless._eos.new_full((1,), -1)  # no token ends an answer
     rows += paired(
         {
-            "generate, equal lengths": lambda: _generate(model, tokenizer, questions, equal_tokens, equal=True),
+            "generate, equal lengths": lambda: peer(equal_tokens, equal=True),
             "fp8lab float32, equal lengths": lambda: native(endless, equal),
         },
         "generate, equal lengths",

@@ -8,7 +8,7 @@ from fp8lab import bench, bench_loop
 def test_rollout_names_the_missing_peer(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_loop, "ROOT", tmp_path)
     result = bench_loop.bench_rollout(rounds=2, prompts=2, equal_tokens=4)
-    assert result["rows"][0]["name"] == "transformers.generate" and len(result["rows"]) == 6
+    assert result["rows"][0]["name"] == "transformers.generate" and len(result["rows"]) == 7
     (missing,) = result["not_measured"]
     assert "vllm was not measured" in missing and "make vllm" in missing
     missed = [g["goal"] for g in result["goals"] if not g["met"]]

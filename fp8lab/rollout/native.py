@@ -252,12 +252,12 @@ class NativeEngine:
         completions, logprobs = torch.zeros(uniform.shape, dtype=torch.long), torch.zeros(uniform.shape)
         counts = torch.zeros(len(uniform), dtype=torch.long)
         active = torch.arange(len(uniform))
-        logits, position = logits.repeat_interleave(n, dim=0), lengths.repeat_interleave(n)
-        rows, vocabulary = active // n, logits.shape[-1]  # rows: where in the cache each active sequence stands
+        position = lengths.repeat_interleave(n)
+        rows, vocabulary = active // n, logits.shape[-1]  # rows: where in cache and logits each active sequence stands
         for step in range(sampling.max_tokens):
             if should_stop is not None and should_stop():
                 raise GenerationStopped("should_stop() was true while sampling; call generate again for a rollout")
-            new, chosen = draw(logits, uniform[active, step], sampling)
+            new, chosen = draw(logits, uniform[active, step], sampling, rows)
             completions[active, step], logprobs[active, step], counts[active] = new, chosen, step + 1
             going = ((new[:, None] != self._eos).all(dim=1) & (position < limit - 1)).nonzero().squeeze(1)
             if step + 1 == sampling.max_tokens or len(going) == 0:
@@ -270,7 +270,7 @@ class NativeEngine:
             cache.select(prefixes // vocabulary)
             self._counts["kv_bytes"] = max(self._counts["kv_bytes"], cache.nbytes)
             at = position.new_empty(len(prefixes)).index_copy_(0, rows, position)
-            logits = self.decoder.step(prefixes % vocabulary, at, cache)[rows]
+            logits = self.decoder.step(prefixes % vocabulary, at, cache)
             position = position + 1
         cache.release()
         return completions, logprobs, counts

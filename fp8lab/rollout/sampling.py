@@ -67,19 +67,23 @@ def processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.
     return logits.log_softmax(dim=-1)
 
 
-def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row by inverting the cumulative distribution at `uniform`.
+def draw(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per sequence by inverting the cumulative distribution at `uniform`.
 
-    logits: (B, V); uniform: (B,) float64 in [0, 1), one random number per sequence, so that a sequence's tokens do not
-    depend on which others share its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32.
+    logits: (R, V); rows: (B,), the row of logits that each sequence draws from (default: each its own); uniform: (B,)
+    float64 in [0, 1), one random number per sequence, so that a sequence's tokens do not depend on which others share
+    its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32.
     """
+    rows = torch.arange(len(logits)) if rows is None else rows
     logprobs = processed_logprobs(logits, sampling)
     if sampling.temperature == 0:
-        tokens = logprobs.argmax(dim=-1)
+        tokens = logprobs.argmax(dim=-1)[rows]
     else:
-        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)[rows]
         target = uniform[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     if sampling.raw_logprobs:
         logprobs = logits.float().log_softmax(dim=-1)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, logprobs[rows, tokens]
