@@ -148,7 +148,8 @@ def differing_weights(
         elif a.packed is not None and a.packed.rule != b.packed.rule:
             found[name] = f"scale rules differ: trainer {a.packed.rule}, rollout {b.packed.rule}"
         elif a.packed is not None and not a.packed.same_bytes(b.packed):
-            found[name] = f"{(a.packed.codes != b.packed.codes).sum()} codes or their scales differ"
+            codes, scales = (a.packed.codes != b.packed.codes).sum(), (a.packed.scale != b.packed.scale).sum()
+            found[name] = f"{codes} codes and {scales} scales differ"
         elif not _same_bits(a.values, b.values):
             found[name] = f"{(a.values != b.values).sum()} values differ"
     planned = {f"{name}.weight" for name in ours} | set(ours)  # a fused expert tensor is its own weight

@@ -13,7 +13,7 @@ from fp8lab.models import load_model, load_tokenizer
 from fp8lab.precision import PrecisionPlan
 from fp8lab.quantizers import BlockQuantizer
 from fp8lab.rollout import NativeEngine, SamplingParams
-from fp8lab.rollout.decode import Decoder, KVCache, unsupported
+from fp8lab.rollout.decode import KEPT, Decoder, KVCache, unsupported
 from fp8lab.trainer import Trainer
 
 SIZES = {
@@ -184,5 +184,36 @@ def test_the_cache_keeps_what_was_written():
         cache.select(torch.tensor(rows))
         for got, expected in zip(cache.read(1, 6), (got_k, got_v), strict=True):
             assert torch.equal(got, expected)
+    assert cache.free  # of the layer that shrank last
     cache.reach(10)
     assert all((got[:, :, 6:] == 0).all() for got in cache.read(1, 10))
+
+
+def test_memory_is_kept_for_the_next_batch_and_no_more():
+    shape = 4, 3, 2, 10, 8  # layers, rows, heads, columns, width
+    free = []
+    cache = KVCache(*shape, torch.device("cpu"), free)
+    cache.select(torch.tensor([0, 0, 1, 1, 2]))
+    assert free == []  # a growing batch holds nothing that it has outgrown
+    cache.select(torch.tensor([0, 3]))
+    assert len(free) == 1  # each layer took the memory of the one before
+    pieces = {b.untyped_storage().data_ptr() for b in itertools.chain(free, *cache.buffers)}
+    cache.release()
+    assert len(free) == 5 and cache.nbytes == 0
+    again = KVCache(*shape, torch.device("cpu"), free)
+    assert {b.untyped_storage().data_ptr() for b in itertools.chain(free, *again.buffers)} == pieces
+    large = KVCache(4, 3, 2, 10, KEPT // 1000, torch.device("cpu"), free)
+    large.release()
+    assert sum(b.untyped_storage().nbytes() for b in free) <= KEPT
+
+
+def test_memory_of_sampling_is_not_given_to_who_may_not_write_to_it():
+    """torch refuses writes to inference tensors outside of inference mode."""
+    decoder = Decoder(load_model("tiny-llama"))
+    prompts = torch.tensor([[5, 9, 17]]), torch.tensor([3])
+    with torch.inference_mode():
+        expected, cache = decoder.prefill(*prompts, 8)
+        cache.release()
+    with torch.no_grad():
+        found, _ = decoder.prefill(*prompts, 8)
+    assert torch.equal(found, expected)

@@ -142,7 +142,8 @@ class KVCache:
                 new = self._room((len(old), len(rows), *old.shape[2:]), old.dtype, old.device)
                 torch.index_select(old[..., : self.used, :], 1, rows, out=new[..., : self.used, :])
                 buffers[field] = new
-                self.free.append(old)
+                if _memory(old) >= new.nbytes:  # else a growing batch would hold all that it has outgrown
+                    self.free.append(old)
         self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
