@@ -108,7 +108,7 @@ def _forwards(model: nn.Module, batch: Rollout | Sequence[Sequence[int]], size: 
     """Run the forwards, and yield after each micro-batch how many real tokens it had."""
     from transformers import DynamicCache
 
-    from fp8lab.trainer import completion_logprobs  # here, because the trainer imports the engines, which calibrate
+    from fp8lab.completions import completion_logprobs  # here, because it imports the engines, which calibrate
 
     if isinstance(batch, Rollout):
         group = batch.sampling.n

@@ -1,4 +1,5 @@
-"""Checks that configs share: a value is one of those allowed, a field has the type that its annotation says.
+"""Checks that several modules share: a value is one of those allowed, a field has the type that its annotation says,
+log-probs and mask are of one shape.
 
 A YAML file is where configs go wrong: `1e-4` without a dot is text in YAML 1.1, `yes` is a truth value, a missing value
 is None. Each check raises ValueError with the field's name, what was found and what is allowed.
@@ -7,13 +8,24 @@ is None. Each check raises ValueError with the field's name, what was found and 
 from __future__ import annotations
 
 import math
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    import torch
 
 
 def require_choice(name: str, value: Any, allowed: tuple) -> None:
     """ValueError, with the allowed values, if `value` is none of them, or equal only across types (True and 1)."""
     if not any(type(value) is type(option) and value == option for option in allowed):
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def require_alike(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask as bool; ValueError if the two log-probs and the mask are not all of one shape (B, T)."""
+    if not rollout.shape == trainer.shape == mask.shape or mask.ndim != 2:
+        shapes = [tuple(x.shape) for x in (rollout, trainer, mask)]
+        raise ValueError(f"rollout, trainer and mask have shapes {shapes}; they must be one (B, T)")
+    return mask.bool()
 
 
 def require_types(config: Any) -> None:

@@ -17,8 +17,8 @@ token's policy loss. R is the aggregate over a sequence's tokens: the product of
 The band is low <= . <= high, ends included. The product is the exact ratio of a whole sequence and its spread grows
 with length; the geometric mean does not grow, and is biased. These names are not portable between frameworks: level,
 aggregate and bounds differ. A rejected token has weight 0 and stays in the loss's denominator (as in NeMo RL, TRL and
-AReaL): the update shrinks. The rule in verl and SkyRL, to drop it from the count too, is left out; so are batch
-normalization of weights and one-token vetoes.
+AReaL): the update shrinks. verl and SkyRL drop it from the count, too: `mask` says which tokens are left, and
+GRPOConfig.drop_rejected counts only these. Batch normalization of weights and one-token vetoes are left out.
 
 Weights are always detached. The mask is applied before any exp; every exponent (d of a token, log R of a sequence) is
 clamped to +-20 and counted; a token with a non-finite log-prob on either side gets weight 0, is left out of R, and is
@@ -30,6 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from fp8lab.checks import require_alike
 
 TOKEN_MODES = ("none", "is", "tis", "icepop")
 SEQUENCE_MODES = ("seq-mask-tis", "sequence-tis", "sequence-mask", "geometric")
@@ -46,6 +48,11 @@ class Correction:
     statistics: dict[str, float]
     """Counts: `nonfinite_tokens`; `clamped_exponents`; outside [low, high], `oob_tokens` (tis, icepop) or
     `oob_sequences` of `sequences` with a usable token (modes of level sequence)."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens that still count (B, T) bool: in the mask that was given, finite, and not rejected."""
+        return self.weights > 0
 
 
 def check_bounds(mode: str, low: float, high: float) -> None:
@@ -73,9 +80,10 @@ def weights(
 ) -> Correction:
     """Importance weights for tokens sampled by the rollout engine; all arguments (B, T), mask bool, a row a sequence.
 
-    `none` and `is` ignore the bounds. ValueError as in `check_bounds`.
+    `none` and `is` ignore the bounds. ValueError as in `check_bounds`, and if the shapes differ.
     """
     check_bounds(mode, low, high)
+    mask = require_alike(rollout_logprobs, trainer_logprobs, mask)
     rollout, trainer = rollout_logprobs.detach().float(), trainer_logprobs.detach().float()
     finite = rollout.isfinite() & trainer.isfinite()
     usable = mask & finite

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from fp8lab.checks import require_alike
 from fp8lab.linear import QuantizedWeight, float8_layers
 from fp8lab.operands import LinearPrecision
 
@@ -63,10 +64,7 @@ def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mas
     All (B, T), mask bool. Values outside the mask never matter. With no usable token the distances are those of equal
     engines and `tokens` is 0. ValueError if the shapes differ.
     """
-    if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
-        shapes = [tuple(t.shape) for t in (rollout_logprobs, trainer_logprobs, mask)]
-        raise ValueError(f"rollout, trainer and mask have shapes {shapes}; they must be one (B, T)")
-    mask = mask.bool()
+    mask = require_alike(rollout_logprobs, trainer_logprobs, mask)
     finite = rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
     g, t = (x.detach()[mask & finite].double() for x in (rollout_logprobs, trainer_logprobs))
     d = t - g

@@ -35,6 +35,7 @@ from torch import nn
 from fp8lab.names import layer_index
 
 if TYPE_CHECKING:
+    from fp8lab.experiment import ExperimentConfig
     from fp8lab.rollout import Rollout
 
 Items = TypeVar("Items", bound=Sequence)
@@ -72,6 +73,22 @@ def share(items: Items) -> Items:
         raise ValueError(f"{len(items)} prompts do not split evenly over {size()} processes; choose a multiple")
     each = len(items) // size()
     return items[rank() * each : (rank() + 1) * each]
+
+
+def require_shares(config: ExperimentConfig) -> None:
+    """ValueError, under torchrun, for an experiment that cannot be divided."""
+    if size() == 1:
+        return
+    share = size() * config.grpo.steps_per_generation
+    if config.prompts_per_step % share:
+        raise ValueError(
+            f"prompts_per_step is {config.prompts_per_step}; with {size()} processes and steps_per_generation="
+            f"{config.grpo.steps_per_generation} it must be a multiple of {share}"
+        )
+    if config.engine == "vllm":
+        raise ValueError("engine is 'vllm'; with several processes only 'native' is supported")
+    if config.calibrates and config.recalibrate == "rollout":
+        raise ValueError("recalibrate is 'rollout', but each process saw another rollout; use 'every-step'")
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:

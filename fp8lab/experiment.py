@@ -66,6 +66,8 @@ class ExperimentConfig:
     engine: str = "native"
     """Or `vllm`, where it is installed (rollout/vllm.py): with kernels of its own whatever rollout_kernels says, and
     metrics that include `engine_gap` and `precision_gap`."""
+    vllm: dict = field(default_factory=dict)
+    """Settings handed on to vLLM under its own names, such as tensor_parallel_size (on GPUs)."""
     recalibrate: str = "every-step"
     """When FP8 attention gets new per-layer scales: `every-step`, from a forward over the step's tokens after the
     refit; `rollout`, from what the rollout's own attention saw: free, and one update old. Ablations: `never` after the
@@ -86,6 +88,8 @@ class ExperimentConfig:
         require_types(self)
         require_choice("rollout_kernels", self.rollout_kernels, KERNELS)
         require_choice("engine", self.engine, ("native", "vllm"))
+        if self.vllm and self.engine != "vllm":
+            raise ValueError(f"vllm is {self.vllm} but engine is {self.engine!r}; set engine='vllm', or leave vllm out")
         counts = ("steps", "prompts_per_step", "max_completion_length", "eval_every", "eval_prompts", "eval_samples")
         for name in (*counts, "checkpoint_every"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
@@ -138,7 +142,7 @@ class Loop:
 
     def __init__(self, config: ExperimentConfig, task: Task | None = None) -> None:
         self.config = config
-        _require_shares(config)
+        distributed.require_shares(config)
         self.task = task or load_task(config.task)
         updates = config.steps * config.grpo.updates_per_rollout
         # batch_invariant is a property of the pair; `default` and `other` are of the rollout engine alone
@@ -147,7 +151,7 @@ class Loop:
         model, tokenizer = self.trainer.model, self.trainer.tokenizer
         self.engine: NativeEngine | VLLMEngine
         if config.engine == "vllm":
-            self.engine = VLLMEngine(model, config.plan, tokenizer=tokenizer)
+            self.engine = VLLMEngine(model, config.plan, tokenizer=tokenizer, **config.vllm)
         else:
             self.engine = NativeEngine(model, config.plan, tokenizer=tokenizer, kernels=config.rollout_kernels)
         if distributed.size() > 1:
@@ -173,6 +177,9 @@ class Loop:
             rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
         with self._timed("train"):
             metrics = self.trainer.step(rollout, rewards)
+        self.seconds["train"] -= sum(self.trainer.seconds.values())
+        self.seconds |= self.trainer.seconds
+        self.trainer.seconds.clear()
         with self._timed("refit"):
             self.engine.refit(self.trainer)
         if config.calibrates and config.recalibrate in ("every-step", "rollout"):
@@ -375,23 +382,6 @@ def _continue(loop: Loop, log: RunLog, step: int | None, on_step: Callback | Non
         record(row, samples)
         if last or step % config.checkpoint_every == 0:
             checkpoint()
-
-
-def _require_shares(config: ExperimentConfig) -> None:
-    """ValueError, under torchrun, for what cannot be divided."""
-    size = distributed.size()
-    if size == 1:
-        return
-    share = size * config.grpo.steps_per_generation
-    if config.prompts_per_step % share:
-        raise ValueError(
-            f"prompts_per_step is {config.prompts_per_step}; with {size} processes and steps_per_generation="
-            f"{config.grpo.steps_per_generation} it must be a multiple of {share}"
-        )
-    if config.engine == "vllm":
-        raise ValueError("engine is 'vllm'; with several processes only 'native' is supported")
-    if config.calibrates and config.recalibrate == "rollout":
-        raise ValueError("recalibrate is 'rollout', but each process saw another rollout; use 'every-step'")
 
 
 def stream(seed: int, purpose: str, step: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8lab.checks import require_types
+from fp8lab.checks import require_alike, require_types
 from fp8lab.corrections import MODES, check_bounds
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
@@ -71,6 +71,9 @@ class GRPOConfig:
     """Upper bound of a token's ratio (`tis`, `icepop`) or a sequence's (modes of level sequence)."""
     importance_sampling_min: float = 0.0
     """Lower bound of the same; `icepop` and `seq-mask-tis` need one above 0."""
+    drop_rejected: bool = False
+    """Tokens that the correction rejects leave the loss's denominator, too (verl, SkyRL); else they count with weight 0
+    (NeMo RL, TRL, AReaL)."""
     force_on_policy_ratio: bool = False
     """The policy ratio is 1 by construction (its gradient is kept); as in NeMo RL, only with one update per rollout."""
     seq_logprob_error_threshold: float | None = None
@@ -158,6 +161,7 @@ def within_logprob_error(
     Tokens with a non-finite log-prob are left out of the mean, and exponents are clamped to 20; a row without usable
     tokens agrees. Source: NeMo RL, compute_and_apply_seq_logprob_error_masking (nemo_rl/algorithms/grpo.py).
     """
+    mask = require_alike(rollout_logprobs, trainer_logprobs, mask)
     usable = mask & rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
     difference = torch.where(usable, trainer_logprobs.double() - rollout_logprobs.double(), 0.0)
     error = torch.where(usable, difference.abs().clamp(max=20).exp(), 0.0).sum(1) / usable.sum(1).clamp(min=1)
@@ -182,25 +186,28 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token clipped policy loss (B, T), before weights and masks, and which tokens were clipped (B, T) bool.
 
-    logprobs (with gradient) and old_logprobs: (B, T); advantages: (B,). The exponent is clamped to +-20.
+    logprobs (with gradient) and old_logprobs: (B, T); advantages: (B,). The exponent is clamped to +-20. A token with a
+    non-finite log-prob has loss 0 and gradient 0.
     """
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     advantage = advantages[:, None]
-    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
+    usable = logprobs.isfinite() & old_logprobs.isfinite()
+    ratio = torch.where(usable, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - config.epsilon, 1 + high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
     if config.delta is not None:
         bounded = torch.maximum(objective, config.delta * advantage)
         objective = torch.where(advantage < 0, bounded, objective)
     was_clipped = (clipped * advantage < ratio * advantage).detach()
-    return -objective, was_clipped
+    return torch.where(usable, -objective, 0.0), was_clipped
 
 
 def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Per-token k3 estimate of KL(policy || reference), (B, T): exp(ref - logp) - (ref - logp) - 1, exponent clamped to
-    +-20.
+    +-20; 0 where a log-prob is not finite.
 
     Source: Schulman, "Approximating KL divergence" (2020).
     """
-    difference = (reference_logprobs - logprobs).clamp(-20, 20)
+    usable = logprobs.isfinite() & reference_logprobs.isfinite()
+    difference = torch.where(usable, reference_logprobs - logprobs, 0.0).clamp(-20, 20)
     return difference.exp() - difference - 1

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8lab.checks import require_alike
 from fp8lab.diagnostics import MismatchReport, clamped_exp, k3
 
 
@@ -321,9 +322,7 @@ def verdict(report: MismatchReport | SequenceReport) -> list[Verdict]:
 
 def _aligned(rollout_logprobs, trainer_logprobs, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """g and t (B, T) float64 with 0 where not usable, usable (B, T) bool, and the number of non-finite tokens."""
-    shapes = [tuple(x.shape) for x in (rollout_logprobs, trainer_logprobs, mask)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise ValueError(f"rollout, trainer and mask have shapes {shapes}; they must be one (B, T)")
-    usable = mask.bool() & rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
+    mask = require_alike(rollout_logprobs, trainer_logprobs, mask)
+    usable = mask & rollout_logprobs.isfinite() & trainer_logprobs.isfinite()
     g, t = (torch.where(usable, x.detach().double(), 0.0) for x in (rollout_logprobs, trainer_logprobs))
-    return g, t, usable, int((mask.bool() & ~usable).sum())
+    return g, t, usable, int((mask & ~usable).sum())

@@ -18,8 +18,11 @@ import dataclasses
 import json
 import os
 import shutil
+import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch
 from torch import nn
 
 from fp8lab import corrections, diagnostics, distributed, invariant, sequence_metrics
+from fp8lab.completions import completion_logprobs
 from fp8lab.conversion import convert
 from fp8lab.grpo import (
     GRPOConfig,
@@ -36,12 +40,10 @@ from fp8lab.grpo import (
     token_weights,
     within_logprob_error,
 )
-from fp8lab.linear import real_tokens, refresh
-from fp8lab.models import forward, left_pad, load_model, load_tokenizer, named_weights, quiet
-from fp8lab.names import expert_tensors
+from fp8lab.linear import refresh
+from fp8lab.models import load_model, load_tokenizer, named_weights, quiet
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout.engine import Rollout
-from fp8lab.routing import replay_routes, routes_at
 from fp8lab.runlog import discard
 
 
@@ -76,6 +78,8 @@ class Trainer:
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
         self.optimizer = self._new_optimizer()
         self.updates, self.max_updates = 0, max_updates
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Time spent in parts of `step`: `score` (a forward of its own), `quantize`; whoever reads it may clear it."""
         if self.config.lr_scheduler_type == "linear" and max_updates is None:
             raise ValueError("lr_scheduler_type 'linear' needs max_updates, the number of updates planned")
 
@@ -104,7 +108,8 @@ class Trainer:
         """Learn from a rollout of whole groups and its rewards (B,); returns metrics, mostly under NeMo RL's names.
 
         Raises NonFiniteLossError before any weight changes; ValueError for rewards that do not fit. If no token is left
-        to learn from, no update is made and `skipped_updates` says so.
+        to learn from, no update is made and `skipped_updates` says so. Warns if the rollout's log-probs are of another
+        distribution than those the trainer scores (SamplingParams.mixed).
         """
         config = self.config
         rewards = torch.as_tensor(rewards, dtype=torch.float32)
@@ -113,23 +118,29 @@ class Trainer:
         advantages = group_advantages(
             rewards, config.num_generations, scale_rewards=config.scale_rewards, leave_one_out=config.leave_one_out
         )
+        if rollout.sampling.mixed:
+            warnings.warn(f"importance ratios are biased: {rollout.sampling.mixed}", stacklevel=2)
         mask = rollout.mask
         if config.mask_truncated_completions:
             mask = mask & rollout.finished[:, None]
         threshold = config.seq_logprob_error_threshold
-        old = self.score(rollout) if config.updates_per_rollout > 1 or threshold is not None else None
+        old = None
+        if config.updates_per_rollout > 1 or threshold is not None or config.drop_rejected:
+            with self._timed("score"):
+                old = self.score(rollout)
         totals: dict[str, float] = defaultdict(float)
         if threshold is not None:
             agree = within_logprob_error(rollout.logprobs, old, mask, threshold)
             totals["num_masked_seqs"] = float((~agree).sum())
             mask = mask & agree[:, None]
+        counted = mask & self._correction(rollout.logprobs, old, mask).mask if config.drop_rejected else mask
         reference = None
         if self.reference is not None:
             with torch.no_grad():
                 reference = self._score(self.reference, dataclasses.replace(rollout, routes=None))
         trainer_logprobs = torch.zeros_like(rollout.logprobs) if old is None else old
         for rows in self._minibatches(len(rewards)):
-            self._update(rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals)
+            self._update(rollout, rows, mask, counted, advantages, old, reference, trainer_logprobs, totals)
         if old is None:
             trainer_logprobs = distributed.add_up(trainer_logprobs)
         return self._metrics(rollout, rewards, mask, trainer_logprobs, totals)
@@ -141,10 +152,13 @@ class Trainer:
                 if len(part):
                     yield part.flatten()
 
-    def _update(self, rollout, rows, mask, advantages, old, reference, trainer_logprobs, totals) -> None:
-        """One optimizer update on `rows`; adds its sums to totals, and fills trainer_logprobs if nothing was scored."""
+    def _update(self, rollout, rows, mask, counted, advantages, old, reference, trainer_logprobs, totals) -> None:
+        """One optimizer update on `rows`; adds its sums to totals, and fills trainer_logprobs if nothing was scored.
+
+        mask: tokens of the loss; counted: those of them in its denominator. Both (B, T) bool.
+        """
         config = self.config
-        weights = token_weights(mask[rows], config.loss_type, rollout.sampling.max_tokens)
+        weights = token_weights(counted[rows], config.loss_type, rollout.sampling.max_tokens)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, float] = defaultdict(float)
         for part in self._micro_batches(len(rows), rollout):
@@ -152,6 +166,7 @@ class Trainer:
             use, g = mask[chosen], rollout.logprobs[chosen]
             logprobs = completion_logprobs(self.model, rollout, chosen)
             current = logprobs.detach()
+            self._require_finite("sum of log-probs", distributed.add_up(current[use].sum()))
             if old is None:
                 trainer_logprobs[chosen] = current
             t = current if old is None or config.force_on_policy_ratio else old[chosen]
@@ -166,16 +181,20 @@ class Trainer:
                 loss.backward()
             sums["loss"] += loss.item()
             sums["clipped"] += float((was_clipped & use).sum())
-            ratio = torch.where(use & g.isfinite(), current - g, 0.0).clamp(-20, 20).exp()
-            sums["entropy"] -= float((ratio * current)[use].sum())
+            usable, learns = use & g.isfinite(), weights[part] > 0
+            ratio = torch.where(usable, current - g, 0.0).clamp(-20, 20).exp()
+            sums["entropy"] -= float((ratio * current)[usable].sum())
+            sums["entropy_tokens"] += float(usable.sum())
+            sums["learns"] += float((learns if reference is not None else learns & correction.mask).sum())
             for name, value in correction.statistics.items():
                 sums[name] += value
-        added = distributed.add_up(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
-        for name, value in zip(sums, added, strict=True):
+        values = distributed.add_up(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+        added = dict(zip(sums, values, strict=True))
+        for name, value in added.items():
             totals[name] += value
         totals["trained"] += float(mask[rows].sum())
         totals["updates"] += 1
-        if not bool(weights.any()):
+        if not added["learns"]:
             totals["skipped_updates"] += 1
             return
         norm = distributed.whole(nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm))
@@ -200,7 +219,14 @@ class Trainer:
             group["lr"] = self.learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        refresh(self.model)
+        with self._timed("quantize"):
+            refresh(self.model)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
 
     @property
     def learning_rate(self) -> float:
@@ -242,7 +268,7 @@ class Trainer:
             "sampling_importance_ratio_corrected": after.mean().item() if len(after) else 1.0,
             "effective_sample_size": sequence_metrics.effective_sample_size(after),
             "one_token_sequences": sequence_metrics.one_token_sequences(rollout.logprobs, trainer_logprobs, mask),
-            "approx_entropy": totals["entropy"] / trained,
+            "approx_entropy": totals["entropy"] / max(1.0, totals["entropy_tokens"]),
             "clip_ratio": totals["clipped"] / trained,
             "clamped_exponents": totals["clamped_exponents"],
             "skipped_updates": totals["skipped_updates"],
@@ -321,80 +347,3 @@ class Trainer:
                     for key, value in state.items()
                 }
         refresh(self.model)
-
-
-def completion_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the completion tokens of some rows of a rollout, (len(rows), T) float32; 0 elsewhere;
-    differentiable.
-
-    rows: whole groups, in order. Each group's prompt is read once; its keys and values serve all its completions, and
-    the gradient flows back through them. So with completions that are alike: they are read once, and their gradients
-    added up before a GEMM sees (and rounds) them; not in a MoE, where each may take other experts. If the rollout has
-    routes, tokens take these (routing.py). ValueError if the rows of a group do not start with the same prompt, or the
-    routes do not fit.
-    """
-    from transformers import DynamicCache
-
-    if model.config._attn_implementation == invariant.NAME:
-        return whole_row_logprobs(model, rollout, rows)
-    n, temperature = rollout.sampling.n, rollout.sampling.temperature
-    tokens, start = rollout.tokens[rows], rollout.prompt_lengths[rows]
-    lengths = rollout.lengths[rows] - start
-    of_all = int((rollout.lengths - rollout.prompt_lengths).max())
-    longest = max(int(lengths.max()), min(2, of_all))  # as many forwards on every process, or they wait for each other
-    out = torch.zeros(tokens.shape)
-    if longest == 0:
-        return out
-    prompts, attention, positions = left_pad(tokens[::n], start[::n])
-    if not torch.equal(left_pad(tokens, start)[0], prompts.repeat_interleave(n, dim=0)):
-        raise ValueError(f"rows are not whole groups of {n} completions of one prompt, neighbours of each other")
-    cache = DynamicCache(config=model.config)
-    routes = routes_at(rollout, rows[::n], torch.where(attention.bool(), positions, -1))
-    with real_tokens(attention.bool()), replay_routes(model, routes):
-        logits = forward(model, prompts, attention, positions, cache, logits_to_keep=1)
-    first, like = _different(tokens, lengths, n, apart=next(expert_tensors(model), None) is not None)
-    group = first // n
-    logits, columns = logits[group], start[first, None] + torch.arange(longest)
-    real = torch.arange(longest) < lengths[first, None]
-    completions = tokens[first].gather(1, columns.clamp(max=tokens.shape[1] - 1))
-    if longest > 1:
-        cache.batch_select_indices(group)
-        attention = torch.cat([attention[group], real[:, :-1].long()], dim=1)
-        routes = routes_at(rollout, rows[first], torch.where(real[:, 1:], columns[:, :-1], -1))
-        with real_tokens(real[:, 1:]), replay_routes(model, routes):  # a completion's last token predicts nothing
-            rest = forward(model, completions[:, :-1], attention, columns[:, :-1], cache)
-        logits = torch.cat([logits, rest], dim=1)
-    if temperature not in (0, 1):
-        logits = logits / temperature
-    logprobs = logits.gather(2, completions[:, :, None]).squeeze(2) - logits.logsumexp(dim=2)
-    logprobs, columns, real = logprobs[like], columns[like], real[like]
-    row = torch.arange(len(rows))[:, None].expand_as(columns)
-    return out.index_put((row[real], columns[real]), logprobs[real])
-
-
-def _different(tokens, lengths, n: int, *, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows (U,) where each different completion of a group of n stands first, and for every row (B,) which of these
-    it equals. tokens (B, T), lengths of the completions (B,); apart: take all as different.
-    """
-    row = torch.arange(len(tokens))
-    if apart:
-        return row, row
-    keys = torch.cat([(row // n)[:, None], lengths[:, None], tokens], dim=1)
-    different, like = keys.unique(dim=0, return_inverse=True)
-    return row.new_full((len(different),), len(row)).scatter_reduce_(0, like, row, "amin"), like
-
-
-def whole_row_logprobs(model: nn.Module, rollout: Rollout, rows: torch.Tensor) -> torch.Tensor:
-    """What `completion_logprobs` returns, for batch_invariant kernels: a row is read whole, every token in the column
-    of its position, as the rollout's own forward has it. A prompt is read once for every completion."""
-    lengths, temperature = rollout.lengths[rows], rollout.sampling.temperature
-    width = int(lengths.max())
-    tokens, mask = rollout.tokens[rows, :width], rollout.mask[rows, :width]
-    positions = torch.arange(width).expand_as(tokens)
-    causal = torch.ones(width, width, dtype=torch.bool).tril()[None, None]
-    with real_tokens(positions < lengths[:, None] - 1):  # a row's last token predicts nothing
-        logits = model(input_ids=tokens, attention_mask=causal, position_ids=positions, use_cache=False).logits
-    if temperature not in (0, 1):
-        logits = logits / temperature
-    logprobs = logits[:, :-1].log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
-    return torch.zeros(rollout.tokens[rows].shape).index_put(mask.nonzero(as_tuple=True), logprobs[mask[:, 1:]])

@@ -21,6 +21,7 @@ from fp8lab.rollout import NativeEngine, SamplingParams
 from fp8lab.runlog import RunLog
 from fp8lab.sequence_metrics import one_token_sequences, rejection_length_correlation
 from fp8lab.tasks import data_dir
+from fp8lab.trainer import Trainer
 
 STUDY = data_dir() / "evidence" / "three-arms"
 FP8_ROLLOUT, FP8_BOTH = PrecisionPlan.preset("fp8-rollout"), PrecisionPlan.preset("fp8-e2e")
@@ -375,6 +376,39 @@ def test_low_effective_sample_size(rows, ess, severity):
     (alarm,) = alarms([{**row, "effective_sample_size": ess} for row in rows])
     assert alarm.name == "low_ess" and alarm.severity == severity and f"{ess:.2f}" in str(alarm)
     assert alarms([{**row, "effective_sample_size": 0.51} for row in rows]) == []
+
+
+@pytest.mark.parametrize("ratio", [0.7, 0.97, 1.03, 1.25])
+def test_log_probs_of_two_distributions(rows, ratio):
+    off = [{**row, "sampling_importance_ratio": row["sampling_importance_ratio"] * ratio} for row in rows]
+    assert names(alarms(off)) == ["mixed_logprobs"]
+    assert alarms(off[:4]) == []  # too few steps to call it a bias
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.7}, {"raw_logprobs": True, "temperature": 0.5}])
+def test_a_trainer_that_is_fed_mixed_log_probs(sampling):
+    """Equal sides: nothing but the sampling differs."""
+    trainer = Trainer("tiny-llama", PrecisionPlan.preset("bf16"), GRPOConfig(num_generations=8))
+    engine, rows = NativeEngine(trainer.model, trainer.plan, tokenizer=trainer.tokenizer), []
+    for step in range(1, 7):
+        rollout = engine.generate(["47+38=", "5-9="], SamplingParams(n=8, max_tokens=6, **sampling), seed=step)
+        with pytest.warns(UserWarning, match="ratios are biased"):
+            rows.append({"step": step, **trainer.step(rollout, [float(len(t) == 2) for t in rollout.completions])})
+        engine.refit(trainer)
+    assert "mixed_logprobs" in names(alarms(rows))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_log_probs_that_are_not_finite(rows, count):
+    bad = [{**row, "nonfinite_tokens": count * (i == 7)} for i, row in enumerate(rows)]
+    [alarm] = alarms(bad)
+    assert alarm.name == "nonfinite_logprobs" and alarm.step == rows[7]["step"] and str(count) in alarm.found
+
+
+def test_updates_without_a_token(rows):
+    skipped = [{**row, "skipped_updates": float(i >= 45)} for i, row in enumerate(rows)]
+    assert names(alarms(skipped)) == ["nothing_learned"]
+    assert alarms([{**row, "skipped_updates": float(i < 30)} for i, row in enumerate(rows)]) == []  # long ago
 
 
 def test_errors_come_first_and_every_alarm_says_what_to_do(rows):

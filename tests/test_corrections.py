@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8lab.corrections import MODES, NEED_A_MINIMUM, SEQUENCE_MODES, TOKEN_MODES, weights
-from fp8lab.grpo import GRPOConfig, policy_loss, token_weights
+from fp8lab.grpo import GRPOConfig, policy_loss, reference_kl, token_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, SamplingParams
 from fp8lab.trainer import Trainer
@@ -217,28 +217,54 @@ def test_a_training_step_logs_the_fraction_of_sequences_outside(mode):
 # ---- with the loss ----------------------------------------------------------------------------------
 
 any_logprob = st.floats(width=32) | st.floats(-30, 0, width=32)
-finite_logprob = st.floats(-1e6, 0, width=32) | st.floats(-5, 0, width=32)
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(
-    rows=st.lists(st.tuples(any_logprob, finite_logprob, finite_logprob, st.booleans()), min_size=2, max_size=8),
+    rows=st.lists(st.tuples(any_logprob, any_logprob, any_logprob, st.booleans()), min_size=2, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     advantages=st.tuples(st.floats(-5, 5, width=32), st.floats(-5, 5, width=32)),
     mode=st.sampled_from(MODES),
     delta=st.sampled_from([None, 3.0]),
 )
-@example(rows=[(-INF, -1, -1, True), (NAN, -1e6, 0, True)], advantages=(-5, 5), mode="is", delta=None)
-def test_loss_and_gradient_stay_finite(rows, advantages, mode, delta):
-    """Whatever the rollout engine reports, inside and outside the mask."""
-    g, old, now, mask = (torch.tensor(column)[None].expand(2, -1) for column in zip(*rows, strict=True))
-    g, old, now = g.float(), old.float(), now.float()
+@example(
+    rows=[(-INF, -1, -1, True), (NAN, -1e6, 0, True)], dtype=torch.float32, advantages=(-5, 5), mode="is", delta=None
+)
+@example(
+    rows=[(-1, NAN, -1, True), (-1, -1, -INF, True)], dtype=torch.bfloat16, advantages=(-5, 5), mode="tis", delta=3.0
+)
+def test_loss_and_gradient_stay_finite(rows, dtype, advantages, mode, delta):
+    """Whatever either engine reports, inside and outside the mask."""
+    *logprobs, mask = (torch.tensor(column)[None].expand(2, -1) for column in zip(*rows, strict=True))
+    g, old, now = (x.to(dtype) for x in logprobs)
     leaf = now.clone().requires_grad_()
     c = weights(g, old, mask, mode=mode, low=1e-6)
     loss, _ = policy_loss(leaf, old, torch.tensor(advantages), GRPOConfig(delta=delta))
-    total = torch.where(mask, loss * c.weights, 0.0).sum()
+    total = torch.where(mask, loss * c.weights + 0.1 * reference_kl(leaf, old), 0.0).sum()
     total.backward()
-    assert total.isfinite() and leaf.grad.isfinite().all()
-    assert not leaf.grad[~mask | ~g.isfinite()].any()
+    assert total.isfinite() and leaf.grad.isfinite().all() and c.weights.isfinite().all()
+    usable = old.isfinite() & now.isfinite()
+    assert not leaf.grad[~mask | ~usable].any() and not c.weights[~mask | ~g.isfinite() | ~old.isfinite()].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shapes_that_do_not_agree_are_refused(mode):
+    for wrong in ((G, T[:1], MASK), (G[:1], T, MASK), (G, T, MASK[0]), (G[0], T[0], MASK[0])):
+        with pytest.raises(ValueError, match="must be one"):
+            weights(*wrong, mode=mode, low=0.5)
+    ours = weights(G, T, MASK.float(), mode=mode, low=0.5).weights
+    assert torch.equal(ours, weights(G, T, MASK, mode=mode, low=0.5).weights)
+
+
+@pytest.mark.parametrize(
+    ("mode", "want"),
+    [("tis", [1, 1, 1, 0]), ("icepop", [1, 0, 1, 0]), ("sequence-mask", [0, 0, 0, 0]), ("geometric", [1, 1, 1, 0])],
+)
+def test_the_mask_of_a_correction_holds_what_still_counts(mode, want):
+    """Ratios 1, 4, 1 and a NaN under bounds 0.5 .. 3: R is 4 as a product, 4^(1/3) = 1.59 as a mean."""
+    g, ratio = torch.tensor([[-1.0, -2.0, -3.0, NAN]]), torch.tensor([[1.0, 4.0, 1.0, 1.0]])
+    c = weights(g, g + ratio.log(), torch.ones(1, 4, dtype=torch.bool), mode=mode, low=0.5, high=3.0)
+    assert c.mask.int().tolist() == [want]
 
 
 @settings(max_examples=30)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from fp8lab import invariant
+from fp8lab.completions import completion_logprobs
 from fp8lab.models import load_model, load_tokenizer
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, SamplingParams
-from fp8lab.trainer import GRPOConfig, Trainer, completion_logprobs
+from fp8lab.trainer import GRPOConfig, Trainer
 
 KERNELS = "batch_invariant"
 

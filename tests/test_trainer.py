@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fp8lab import grpo
+from fp8lab.completions import completion_logprobs
 from fp8lab.conversion import restore
 from fp8lab.linear import float8_layers, refresh
 from fp8lab.models import load_model
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, SamplingParams
-from fp8lab.trainer import GRPOConfig, NonFiniteLossError, Trainer, completion_logprobs
+from fp8lab.trainer import GRPOConfig, NonFiniteLossError, Trainer
 
 PROMPTS = ["47+38=", "5-9=", "12+7=", "99+99="]
 CONFIG = GRPOConfig(num_generations=4, warmup_steps=1, learning_rate=1e-3)
@@ -201,6 +202,77 @@ def test_a_nonfinite_rollout_logprob_gets_weight_zero_and_is_counted():
     metrics = trainer.step(dataclasses.replace(rollout, logprobs=logprobs), rewards_of(rollout))
     assert metrics["nonfinite_tokens"] == 1
     assert all(torch.tensor(v).isfinite() for v in metrics.values())
+    mask = rollout.mask.clone()
+    mask[row, column] = False
+    without = make()[0].step(dataclasses.replace(rollout, mask=mask), rewards_of(rollout))
+    assert metrics["approx_entropy"] == pytest.approx(without["approx_entropy"], rel=1e-5)
+
+
+def after_a_step(config):
+    """A trainer whose optimizer has momentum, and its rollout."""
+    trainer, rollout = make("fp8-rollout", config)
+    trainer.step(rollout, rewards_of(rollout))
+    return trainer, rollout
+
+
+@pytest.mark.parametrize("fault", ["rejected", "nan"])
+def test_no_token_left_moves_no_weight(fault):
+    """AdamW would move them by momentum alone."""
+    trainer, rollout = after_a_step(
+        dataclasses.replace(CONFIG, importance_sampling="icepop", importance_sampling_min=0.1)
+    )
+    bounds = {"importance_sampling_min": 50.0, "importance_sampling_max": 60.0}
+    if fault == "rejected":
+        trainer.config = dataclasses.replace(trainer.config, **bounds)
+    else:
+        rollout = dataclasses.replace(rollout, logprobs=torch.full_like(rollout.logprobs, float("nan")))
+    before = [p.clone() for p in trainer.model.parameters()]
+    metrics = trainer.step(rollout, rewards_of(rollout))
+    assert metrics["skipped_updates"] == 1 and metrics["loss"] == 0 and trainer.updates == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_rejected_tokens_can_leave_the_denominator():
+    """The dapo loss over tokens left, as verl has it, against the same loss over all tokens."""
+    config = dataclasses.replace(
+        CONFIG, importance_sampling="icepop", importance_sampling_min=0.97, importance_sampling_max=1.03
+    )
+    trainer, rollout = make("fp8-rollout", config)
+    ratio = (trainer.score(rollout) - rollout.logprobs).exp()
+    left = ((ratio >= 0.97) & (ratio <= 1.03))[rollout.mask]
+    assert 0.1 < left.float().mean() < 0.9
+    counted = trainer.step(rollout, rewards_of(rollout))
+    dropping = Trainer("tiny-llama", trainer.plan, dataclasses.replace(config, drop_rejected=True))
+    dropped = dropping.step(rollout, rewards_of(rollout))
+    assert dropped["loss"] == pytest.approx(counted["loss"] * len(left) / int(left.sum()), rel=1e-4)
+    assert dropped["is_oob_ratio"] == counted["is_oob_ratio"] == pytest.approx(1 - left.float().mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mixed"),
+    [
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0.5, "raw_logprobs": True}, True),
+        ({"top_p": 0.7}, True),
+        ({"top_k": 2}, True),
+        ({"top_p": 0.7, "raw_logprobs": True}, False),
+        ({"raw_logprobs": True}, False),
+    ],
+)
+def test_log_probs_of_another_distribution_are_said(sampling, mixed, recwarn):
+    """Equal sides, so every ratio is 1, or the mass that top-p and top-k kept."""
+    trainer, _ = make()
+    engine = NativeEngine(trainer.model, trainer.plan, tokenizer=trainer.tokenizer)
+    rollout = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=6, **sampling), seed=0)
+    metrics = trainer.step(rollout, rewards_of(rollout))
+    assert any("ratios are biased" in str(w.message) for w in recwarn) == mixed
+    assert (metrics["token_mult_prob_error"] > 1.01) == mixed
+
+
+def test_a_step_times_its_parts():
+    trainer, rollout = make("fp8-e2e", dataclasses.replace(CONFIG, num_iterations=2))
+    trainer.step(rollout, rewards_of(rollout))
+    assert trainer.seconds.keys() == {"score", "quantize"} and min(trainer.seconds.values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Starting vLLM: what is said where it is missing, of another version, or not alone in its process."""
 
 import importlib.util
+import json
 
 import pytest
 
@@ -28,6 +29,23 @@ def test_an_experiment_with_the_vllm_engine_says_so_too(no_vllm):
         Loop(config)
     with pytest.raises(ValueError, match="native, vllm"):
         ExperimentConfig(engine="sglang")
+
+
+def test_settings_of_vllm_travel_in_the_config(monkeypatch):
+    """To the engine, under vLLM's own names; without vLLM as the engine they would be lost."""
+    from fp8lab import experiment
+
+    settings = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    config = experiment.ExperimentConfig(engine="vllm", vllm=settings, steps=1)
+    assert experiment.ExperimentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    given = {}
+    monkeypatch.setattr(experiment, "VLLMEngine", lambda model, plan, **more: given.update(more))
+    experiment.Loop(config)
+    assert {name: given[name] for name in settings} == settings
+    with pytest.raises(ValueError, match="engine is 'native'"):
+        experiment.ExperimentConfig(vllm=settings)
+    with pytest.raises(ValueError, match="it must be dict"):
+        experiment.ExperimentConfig(engine="vllm", vllm="tensor_parallel_size=2")
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0"])

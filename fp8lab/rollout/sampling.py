@@ -44,6 +44,22 @@ class SamplingParams:
         """True if top-k or top-p removes tokens from the distribution."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
+    @property
+    def mixed(self) -> str:
+        """Why these log-probs cannot be held against a trainer's, which divides logits by the temperature and cuts no
+        token; empty if they can."""
+        if self.raw_logprobs and self.temperature not in (0, 1):
+            return (
+                f"raw_logprobs=True at temperature {self.temperature}: the rollout reports temperature 1, the trainer "
+                "scores the one sampled at; set raw_logprobs=False"
+            )
+        if self.truncates and not self.raw_logprobs:
+            return (
+                f"top_p={self.top_p}, top_k={self.top_k}: the rollout's log-probs are of the tokens left, the "
+                "trainer's of all, so each ratio is the mass that was kept; sample with temperature alone"
+            )
+        return ""
+
 
 def processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Log-probabilities (B, V) float32 of the distribution that is sampled from; -inf for removed tokens.
