@@ -72,6 +72,8 @@ STRESSED = {
 }
 """The regime of `stressed` and `fallback`; how it was chosen is in data/evidence/README.md."""
 UNCORRECTED = {"importance_sampling": "none"}
+ALLOWED = {"allow_uncorrected_fp8_rollout": True}
+MOE = {"model": "tiny-qwen3-moe", "steps": 40, "prompts_per_step": 64}
 RECOMMENDED = [
     *(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"),
     *(f"model.layers.{layer}.self_attn.{kind}_proj" for layer in (1, 2) for kind in "vo"),
@@ -114,7 +116,21 @@ STUDIES = {
         about="the three arms on the tiny MoE model, experts in FP8",
         arms=[(arm, arm, {}) for arm in ("bf16", "fp8-rollout", "fp8-e2e")],
         seeds=5,
-        changes={"model": "tiny-qwen3-moe", "steps": 40, "prompts_per_step": 64},
+        changes=MOE,
+    ),
+    "uncorrected": Study(
+        about="FP8 in the rollout only without importance sampling, in the regime of `three-arms`",
+        arms=[("fp8-rollout, no correction", "fp8-rollout", UNCORRECTED)],
+        seeds=5,
+        beside=("three-arms", ("bf16", "fp8-rollout", "fp8-e2e")),
+        changes=ALLOWED,
+    ),
+    "moe-uncorrected": Study(
+        about="FP8 in the rollout only without importance sampling, in the regime of `moe`",
+        arms=[("fp8-rollout, no correction", "fp8-rollout", UNCORRECTED)],
+        seeds=5,
+        beside=("moe", ("bf16", "fp8-rollout", "fp8-e2e")),
+        changes=MOE | ALLOWED,
     ),
 }
 

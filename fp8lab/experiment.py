@@ -33,6 +33,7 @@ from fp8lab.diagnostics import gap_parts
 from fp8lab.grpo import GRPOConfig
 from fp8lab.linear import KERNELS
 from fp8lab.precision import PrecisionPlan
+from fp8lab.real_model import load_any
 from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
 from fp8lab.rollout.vllm import VLLMEngine
 from fp8lab.runlog import RunLog
@@ -50,7 +51,7 @@ class ExperimentConfig:
 
     name: str = "bf16"
     model: str = "tiny-llama"
-    """A model shipped in data/, a folder, or a hub name."""
+    """See real_model.load_any: a model shipped in data/, a folder, a hub name, `smollm2-135m`, or a GGUF file."""
     task: str = "arithmetic"
     """See tasks.load_task."""
     plan: PrecisionPlan = field(default_factory=lambda: PrecisionPlan.preset("bf16"))
@@ -147,8 +148,9 @@ class Loop:
         updates = config.steps * config.grpo.updates_per_rollout
         # batch_invariant is a property of the pair; `default` and `other` are of the rollout engine alone
         kernels = config.rollout_kernels if config.rollout_kernels == invariant.NAME else "default"
-        self.trainer = Trainer(config.model, config.plan, config.grpo, kernels=kernels, max_updates=updates)
-        model, tokenizer = self.trainer.model, self.trainer.tokenizer
+        model, tokenizer, _ = load_any(config.model)
+        options = {"tokenizer": tokenizer, "kernels": kernels, "max_updates": updates}
+        self.trainer = Trainer(model, config.plan, config.grpo, **options)
         self.engine: NativeEngine | VLLMEngine
         if config.engine == "vllm":
             self.engine = VLLMEngine(model, config.plan, tokenizer=tokenizer, **config.vllm)
