@@ -32,16 +32,27 @@ def register(add: Callable[..., argparse.ArgumentParser]) -> None:
     command.add_argument("recipes", nargs="+", help="names that `recipes` lists, or paths to .yaml files")
     command.add_argument("--out", type=Path, required=True, help="folder for the runs, one run directory each")
     command.add_argument("--seeds", default="0,1,2", help="as 0,1,2 or 0-4 (default 0,1,2)")
-    command.add_argument("--steps", type=int, help="training steps (default: each recipe's)")
+    command.add_argument("--steps", type=count, help="training steps (default: each recipe's)")
     command.add_argument("--quick", action="store_true", help="30 steps of 48 prompts, small evaluations: a look")
-    command.add_argument("--workers", type=int, default=2, help="processes at a time (default 2)")
-    command.add_argument("--threads", type=int, default=1, help="CPU threads of each (default 1)")
+    command.add_argument("--workers", type=count, default=2, help="processes at a time (default 2)")
+    command.add_argument("--threads", type=count, default=1, help="CPU threads of each (default 1)")
     command.add_argument("--ray", metavar="ADDRESS", help="run on this Ray cluster (`auto`: the one of this machine)")
     command.add_argument("--tracker", help="tensorboard, trackio or wandb shows every run, too (default: none)")
     command = add("compare", _compare, "Compare finished runs: means, intervals, paired differences.")
     command.add_argument("folders", nargs="+", type=Path, help="run directories, or folders of them")
     command.add_argument("--base", help="the arm to subtract (default: bf16, or the first)")
     command.add_argument("--html", type=Path, help="also write a report with curves to this file")
+
+
+def count(text: str) -> int:
+    """The type of options that count something: an integer >= 1, or argparse's usage error."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return value
 
 
 def seeds(text: str) -> list[int]:
@@ -99,10 +110,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from fp8lab.compare import as_text, compare
+    from fp8lab.compare import as_text, compare, differing_settings
 
     comparison = compare(arguments.folders, base=arguments.base)
-    print(json.dumps(comparison) if arguments.json else as_text(comparison))
+    differing = differing_settings(arguments.folders, base=comparison["base"])
+    if arguments.json:
+        print(json.dumps(comparison | {"differing_settings": differing}))
+    else:
+        print(as_text(comparison, differing))
     if arguments.html is not None:
         from fp8lab.ui.report import write_report
 

@@ -11,8 +11,9 @@
     tracker.json       which tracker shows this run, and under what name; only if one does
 
 Small files are written to a temporary name and renamed; logs are appended and flushed line by line. A killed run can
-therefore lose only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. A lock
-keeps a second writer out.
+therefore lose only what came after its last checkpoint, and `rewind` cuts the logs back to exactly that step. All that
+a kill leaves is a torn last line; a damaged line with others after it is refused by `resume`, since what follows it
+would be lost. A lock keeps a second writer out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import IO, Any
 
 LOGS = ("metrics", "timing", "samples", "calibration", "checks")
+CONFIG_TYPES = {"name": str, "seed": int, "steps": int, "checkpoint_every": int}
+"""What every reader of a run needs of its config.json; ExperimentConfig.from_dict checks the rest."""
 
 
 class RunLog:
@@ -42,16 +45,24 @@ class RunLog:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json holds; FileNotFoundError with a hint if this is no run directory."""
+        """What config.json holds; FileNotFoundError with a hint if this is no run directory, ValueError if the file is
+        damaged."""
         path = self.folder / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} is no run directory (it has no config.json)")
-        return json.loads(path.read_text(encoding="utf-8"))
+        remedy = "restore it, or start a new run in another folder"
+        config = _read_object(path, remedy)
+        for key, kind in CONFIG_TYPES.items():
+            if type(config.get(key)) is not kind:
+                found = f"{key} is {config[key]!r}" if key in config else f"it has no {key}"
+                raise ValueError(f"{path} is damaged ({found}; it must be {kind.__name__}); {remedy}")
+        return config
 
-    def rows(self, log: str = "metrics") -> list[dict[str, Any]]:
-        """The complete lines of one of LOGS, none if it was never written; a torn last line is left out."""
+    def rows(self, log: str = "metrics", *, strict: bool = False) -> list[dict[str, Any]]:
+        """The lines of one of LOGS up to the first damaged one, none if it was never written; strict: see
+        read_jsonl."""
         path = self.folder / f"{log}.jsonl"
-        return read_jsonl(path) if path.is_file() else []
+        return read_jsonl(path, strict=strict) if path.is_file() else []
 
     def __enter__(self) -> RunLog:
         try:
@@ -87,9 +98,11 @@ class RunLog:
         write_atomically(self.folder / "config.json", json.dumps(config, indent=1))
 
     def changed_environment(self) -> str:
-        """What decides last bits and is not as when the run began, as text; empty if nothing changed."""
+        """What decides last bits and is not as when the run began, as text; empty if nothing changed. ValueError if
+        environment.json is damaged."""
         path = self.folder / "environment.json"
-        before, now = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, environment()
+        remedy = "restore it, or put {} in it to go on without knowing on what machine the run began"
+        before, now = _read_object(path, remedy) if path.is_file() else {}, environment()
         changes = [
             f"{key} {before[key]}"
             for key in ("torch_threads", "processes", "processor")
@@ -113,23 +126,23 @@ class RunLog:
             ) from error
 
     def rewind(self, step: int) -> None:
-        """Drop every log line after `step`, and torn lines.
+        """Drop every log line after `step`, and torn last lines.
 
-        ValueError, before anything is written, if metrics.jsonl does not have each step up to `step` once, in order: a
-        damaged log is not repaired.
+        ValueError, before anything is written, if a line of a log is damaged that is not its last, or metrics.jsonl
+        does not have each step up to `step` once, in order: a damaged log is not repaired.
         """
-        found = [row["step"] for row in self.rows() if row["step"] <= step]
+        kept = {log: [row for row in self.rows(log, strict=True) if row["step"] <= step] for log in LOGS}
+        found = [row["step"] for row in kept["metrics"]]
         if found != list(range(step + 1)):
             gap = next((i for i in range(step + 1) if i >= len(found) or found[i] != i), step)
             raise ValueError(
                 f"{self.folder / 'metrics.jsonl'} is damaged: step {gap} of 0 to {step} cannot be read, or is there "
                 "twice. Restore the file, or start a new run; the checkpoints are untouched"
             )
-        for log in LOGS:
-            kept = [row for row in self.rows(log) if row["step"] <= step]
+        for log, rows in kept.items():
             path = self.folder / f"{log}.jsonl"
             if path.exists():
-                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     @property
     def is_finished(self) -> bool:
@@ -140,9 +153,13 @@ class RunLog:
         """(step, checkpoint) to go on from: the newest checkpoint; (None, None) to begin again, if none was due yet;
         (last step, None) for a finished run without checkpoints, with nothing left to do.
 
-        ValueError if checkpoints are missing of a run that must have had some: beginning again would delete its logs.
+        ValueError if a log of an unfinished run is damaged, as `rewind` says, or if checkpoints are missing of a run
+        that must have had some: beginning again would delete its logs.
         """
         newest, rows, config = self.latest_checkpoint(), self.rows(), self.config
+        if not self.is_finished:  # said here, before a model is loaded
+            for log in LOGS:
+                self.rows(log, strict=True)
         if newest is not None:
             return newest
         if self.is_finished:
@@ -172,11 +189,11 @@ class RunLog:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """The run directories that these folders are, or hold directly, oldest first by name within a folder;
+def find_runs(folders: str | Path | Iterable[str | Path]) -> list[Path]:
+    """The run directories that this folder is, or these are, or hold directly, oldest first by name within a folder;
     FileNotFoundError for a folder with none."""
     found: list[Path] = []
-    for folder in map(Path, folders):
+    for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
         here = (
             [folder] if (folder / "config.json").is_file() else sorted(p.parent for p in folder.glob("*/config.json"))
         )
@@ -188,16 +205,40 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file up to the first line that is not complete (a run may have been killed in it)."""
+def read_jsonl(path: Path, *, strict: bool = False) -> list[dict[str, Any]]:
+    """The rows of a log up to the first damaged line: one that is no JSON object with an integer `step`.
+
+    The last line may be torn, as the run was killed in it, or is writing it now. strict: ValueError with file and line
+    if a damaged line is not the last.
+    """
     rows = []
     with open(path, "rb") as file:
-        for line in file:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # also for bytes that are no text
-                break
+        lines = file.readlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # also for bytes that are no text
+            row = None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            if strict and number < len(lines):
+                raise ValueError(
+                    f"{path} is damaged: line {number} of {len(lines)} is no JSON object with an integer step. Restore "
+                    "the file, or start a new run; nothing was changed"
+                )
+            break
+        rows.append(row)
     return rows
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file; ValueError that names the file and the remedy otherwise."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (it holds a {type(found).__name__}, not an object); {remedy}")
+    return found
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -11,13 +11,23 @@ large batches and long answers, and not with small ones.
 
 The model is calibrated on two figures of NeMo RL pull request 1212 (Qwen3-8B-Base): the KV capacity in BF16 fixes the
 memory that the engine may use, and 30 % more rollout from an FP8 KV cache over FP8 linears fixes `decode_fixed`. The
-other published figures are predictions, and tests/test_speed.py holds the model to them within five points. Every other
-number is in `PARAMETERS` with its source; those that say "assumed" are nobody's measurement, nor are the answer lengths
-of that run, which are not published. For MoE training much hangs on one assumed number, `eager_kernel`: at 8 us a
-launch Qwen3-30B-A3B trains slower in FP8, at 2.5 us it does not.
+other published figures are predictions, and tests/test_speed.py holds the model to them within five points. Every
+number is in speed_numbers.py, with its source or as a named assumption. Three things to know:
 
-Left out: overlap of rollout and training (async RL), the long tail of answers in a batch, pipeline bubbles, the choice
-of kernels. This is a model. Nothing here was measured on a GPU by us.
+- MISSED: recalibration is said to take 2 to 3 % of a step; the model says 10 %. NeMo RL scores the whole batch once
+  more (grpo.py, `recompute_kv_scales`), so that is what is charged; with forward and backward at the speed of the best
+  GEMM and nothing around them it is 8.1 %. The model's steps are too short: 32 s where NeMo RL reports 97.7 s (pull
+  request 1560: Llama 3.1 8B, 16 H100). Padding, waiting and the long tail of answers, all left out, make a step longer
+  and that share smaller. So compare plans by the model; do not read seconds off it.
+- 48 % with KV cache hangs on a third assumption, answers of 4,000 tokens on average; the mean is not published, the
+  limit was about 20,000. With `decode_fixed` fitted anew to the same 30 % it is 63 % at 2,000 tokens, 53 % at 3,000,
+  47.5 % at 4,000, 44 % at 5,000, 42 % at 6,000: within five points from about 3,000 to 5,000, not at 2,000 or 6,000,
+  and again from 8,000 to 9,000, where memory limits BF16 (and recalibration is 6 to 7 %).
+- For MoE training much hangs on one assumption, `eager_kernel`: at 8 us a launch Qwen3-30B-A3B trains slower in FP8,
+  at 2.5 us it does not.
+
+Left out besides: overlap of rollout and training (async RL), pipeline bubbles, the choice of kernels, the bytes that
+quantizing activations moves. This is a model. Nothing here was measured on a GPU by us.
 """
 
 from __future__ import annotations
@@ -31,129 +41,35 @@ from typing import Any
 from fp8lab import coverage
 from fp8lab.names import num_decoder_layers
 from fp8lab.precision import PrecisionPlan, Side
-from fp8lab.setting import HARDWARE
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPU:
-    """Data sheet of one GPU (dense, without sparsity)."""
-
-    name: str
-    """In setting.HARDWARE, which knows its memory."""
-    bf16: float
-    """Peak FLOP/s."""
-    fp8: float
-    """Peak FLOP/s; 0 where there are no FP8 tensor cores."""
-    bandwidth: float
-    """Bytes/s of its memory."""
-    watts: float
-    """Most it may draw."""
-    source: str
-
-    @property
-    def memory(self) -> float:
-        """Bytes."""
-        return HARDWARE[self.name].memory
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(
-            name="A100",
-            bf16=312e12,
-            fp8=0,
-            bandwidth=2.039e12,
-            watts=400,
-            source="NVIDIA A100 80GB SXM data sheet; no FP8 tensor cores",
-        ),
-        GPU(
-            name="H100",
-            bf16=989e12,
-            fp8=1979e12,
-            bandwidth=3.35e12,
-            watts=700,
-            source="NVIDIA H100 SXM data sheet",
-        ),
-        GPU(
-            name="H200",
-            bf16=989e12,
-            fp8=1979e12,
-            bandwidth=4.8e12,
-            watts=700,
-            source="NVIDIA H200 SXM data sheet",
-        ),
-        GPU(
-            name="B200",
-            bf16=2250e12,
-            fp8=4500e12,
-            bandwidth=8e12,
-            watts=1000,
-            source="NVIDIA DGX B200 data sheet, an eighth of it",
-        ),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A number of the model."""
-
-    value: float
-    unit: str
-    source: str
-
-
-PARAMETERS = {
-    "memory_share": Parameter(
-        0.6655, "of GPU memory for weights and KV", "calibrated: 249,952 KV tokens for BF16 Qwen3-8B (NeMo RL PR 1212)"
-    ),
-    "decode_fixed": Parameter(
-        1.37e-4,
-        "s per layer and decode step",
-        "calibrated: +30 % rollout from FP8 KV over FP8 linears (NeMo RL PR 1212)",
-    ),
-    "bandwidth_share": Parameter(0.85, "of peak bandwidth", "torchao README: quantization kernels reach 85-94 %"),
-    "gemm_bf16": Parameter(0.615, "of peak BF16", "608 of 989 TFLOP/s on an H100 (pytorch/ao issue 2784)"),
-    "gemm_fp8": Parameter(0.51, "of peak FP8", "1009 of 1979 TFLOP/s, 1x128 x 128x128 (pytorch/ao issue 2784)"),
-    "train_share": Parameter(
-        0.41, "of peak BF16 in a whole training step", "Llama 3 (arXiv 2407.21783, table 4): 400 TFLOP/s per H100"
-    ),
-    "graph_kernel": Parameter(2.5e-6, "s per quantization kernel in a CUDA graph", "assumed"),
-    "eager_kernel": Parameter(8e-6, "s per quantization kernel launched by Python", "assumed (5-10 us is usual)"),
-    "refit_bf16": Parameter(70e9, "bytes/s of BF16 weights", "Qwen3-30B in 0.74-1.0 s (NeMo RL nccl-reshard-refit.md)"),
-    "refit_fp8": Parameter(18e9, "bytes/s of BF16 weights", "the same in 2.9-4.0 s when it is quantized"),
-    "calibration_samples": Parameter(256, "sequences", "NeMo RL lm_policy.py, max_calib_samples"),
-}
-"""Name -> value, unit and source. Functions take other values as keyword `parameters`."""
+from fp8lab.speed_numbers import DEFAULTS, GPU, GPUS, PARAMETERS, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One RL step: who answers what, and on how many GPUs."""
 
-    prompts: int = 32
-    generations: int = 16
-    prompt_tokens: float = 150
+    prompts: int = int(DEFAULTS["prompts"].value)
+    generations: int = int(DEFAULTS["generations"].value)
+    prompt_tokens: float = DEFAULTS["prompt_tokens"].value
     """Mean."""
-    response_tokens: float = 4000
+    response_tokens: float = DEFAULTS["response_tokens"].value
     """Mean."""
-    gpus: int = 8
-    tensor_parallel: int = 1
+    gpus: int = int(DEFAULTS["gpus"].value)
+    tensor_parallel: int = int(DEFAULTS["tensor_parallel"].value)
     """GPUs that share one rollout engine."""
-    expert_parallel: int = 1
+    expert_parallel: int = int(DEFAULTS["expert_parallel"].value)
     """GPUs that share the experts of a MoE in training; each sees the tokens of all of them."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = int(DEFAULTS["micro_batch_tokens"].value)
     """Tokens per GPU in one forward and backward of training."""
-    score_passes: int = 1
+    score_passes: int = int(DEFAULTS["score_passes"].value)
     """Forward passes over the answers besides training: 1 for the trainer's log-probs, 2 with a reference model."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)!r}; it must be > 0")
-        if self.gpus % self.tensor_parallel:
-            raise ValueError(f"{self.gpus} gpus are no multiple of tensor_parallel {self.tensor_parallel}")
+            require_number(field.name, getattr(self, field.name), whole=not field.name.endswith("_tokens"))
+        for name in ("tensor_parallel", "expert_parallel"):
+            if self.gpus % getattr(self, name):
+                raise ValueError(f"{self.gpus} gpus are no multiple of {name} {getattr(self, name)}; take a divisor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +149,13 @@ def kv_capacity(
     tensor_parallel: int = 1,
     parameters: Mapping[str, float] | None = None,
 ) -> int:
-    """Tokens whose keys and values fit beside the weights on one rollout engine."""
+    """Tokens whose keys and values fit beside the weights on one rollout engine.
+
+    ValueError: as `decode_step`.
+    """
     p = _values(parameters)
+    require_number("tensor_parallel", tensor_parallel, whole=True)
+    _require_fp8(gpu, plan)
     weights = shape.weights(plan, "rollout")
     stored = weights.fp8 + 2 * (weights.bf16 + shape.other + shape.head)
     room = p["memory_share"] * gpu.memory * tensor_parallel - stored
@@ -256,19 +177,25 @@ def decode_step(
     tensor_parallel: int = 1,
     parameters: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Seconds of one decode step of one engine, by cause: `fixed`, `weights`, `kv`, `quantize`."""
+    """Seconds of one decode step of one engine, by cause: `fixed`, `weights`, `kv`, `quantize`.
+
+    ValueError if the plan needs FP8 tensor cores that the GPU lacks, or if a number is not > 0.
+    """
     p = _values(parameters)
+    require_number("sequences", sequences)
+    require_number("context", context)
+    require_number("tensor_parallel", tensor_parallel, whole=True)
+    _require_fp8(gpu, plan)
     weights = shape.weights(plan, "rollout")
     bandwidth = gpu.bandwidth * p["bandwidth_share"] * tensor_parallel
     read_fp8, read_bf16 = (_touched(shape, plan, sequences, fp8) for fp8 in (True, False))
     read = (read_fp8 + 2 * (read_bf16 + shape.head)) / bandwidth
-    fp8_flops, bf16_flops = 2 * sequences * weights.fp8_used, 2 * sequences * (weights.bf16_used + shape.head)
-    peak = tensor_parallel * max(1.0, gpu.fp8) * p["gemm_fp8"], tensor_parallel * gpu.bf16 * p["gemm_bf16"]
+    compute = _linear_seconds(weights, shape, gpu, p, sequences, gemms=1) / tensor_parallel
     return {
         "fixed": shape.layers * p["decode_fixed"],
-        "weights": max(read, fp8_flops / peak[0] + bf16_flops / peak[1]),
+        "weights": max(read, compute),
         "kv": sequences * context * shape.kv_elements * kv_bytes(plan) / bandwidth,
-        "quantize": 4 * shape.layers * p["graph_kernel"] if weights.fp8 else 0.0,
+        "quantize": p["rollout_kernels"] * shape.layers * p["graph_kernel"] if weights.fp8 else 0.0,
     }
 
 
@@ -286,12 +213,14 @@ def step(
 ) -> dict[str, float]:
     """Seconds of one RL step by phase: `rollout`, `score`, `train`, `refit`, `calibrate`.
 
-    ValueError if the plan needs FP8 tensor cores that the GPU lacks, or if not even one sequence fits into the memory
-    of an engine.
+    ValueError if the plan needs FP8 tensor cores that the GPU lacks, if not even one sequence fits into the memory
+    of an engine, or if the experts cannot be spread over `expert_parallel` GPUs.
     """
     p = _values(parameters)
-    if gpu.fp8 == 0 and (plan.rollout.linear.is_fp8 or plan.trainer.linear.is_fp8):
-        raise ValueError(f"{gpu.name} has no FP8 tensor cores; plan {plan.name!r} needs H100, H200 or B200")
+    _require_fp8(gpu, plan)
+    for name, _, copies, _ in shape.linears:
+        if copies > 1 and copies % work.expert_parallel:
+            raise ValueError(f"{name}: {copies} experts are no multiple of expert_parallel {work.expert_parallel}")
     engines = work.gpus // work.tensor_parallel
     sequences = work.prompts * work.generations
     length = work.prompt_tokens + work.response_tokens
@@ -313,41 +242,65 @@ def step(
         tensor_parallel=work.tensor_parallel,
         parameters=parameters,
     )
-    prefill = _linear_seconds(shape.weights(plan, "rollout"), shape, gpu, p, work.prompts * work.prompt_tokens, 2)
+    prefill = _linear_seconds(shape.weights(plan, "rollout"), shape, gpu, p, work.prompts * work.prompt_tokens, gemms=1)
     rollout = sequences / engines / running * work.response_tokens * sum(decode.values()) + prefill / work.gpus
     tokens = sequences * length
     trainer = shape.weights(plan, "trainer")
-    forward = _train_seconds(shape, trainer, gpu, p, tokens, work, passes=2)
+    forward = _train_seconds(shape, trainer, gpu, p, tokens, work, backward=False)
     payload = 2 * (trainer.fp8 + trainer.bf16 + shape.other + shape.head)
     refit_speed = p["refit_fp8"] if shape.weights(plan, "rollout").fp8 else p["refit_bf16"]
-    calibrated = min(1.0, p["calibration_samples"] / sequences) if plan.rollout.attention.is_fp8 else 0.0
     return {
         "rollout": rollout,
         "score": work.score_passes * forward,
-        "train": _train_seconds(shape, trainer, gpu, p, tokens, work, passes=6),
+        "train": _train_seconds(shape, trainer, gpu, p, tokens, work, backward=True),
         "refit": payload / refit_speed,
-        "calibrate": calibrated * forward,
+        "calibrate": forward if plan.rollout.attention.is_fp8 else 0.0,
     }
 
 
-def _linear_seconds(weights: Weights, shape: ModelShape, gpu: GPU, p: Mapping[str, float], tokens: float, passes: int):
-    """Seconds on one GPU for the linears: passes = 2 FLOPs per parameter and token forward, 6 with backward."""
-    fp8 = passes * weights.fp8_used * tokens / (gpu.fp8 * p["gemm_fp8"]) if weights.fp8_used else 0.0
-    return fp8 + passes * (weights.bf16_used + shape.head) * tokens / (gpu.bf16 * p["gemm_bf16"])
+def _linear_seconds(
+    weights: Weights, shape: ModelShape, gpu: GPU, p: Mapping[str, float], tokens: float, *, gemms: int
+):
+    """Seconds on one GPU for the linears: 1 GEMM a weight forward, 3 with backward, 2 FLOPs a parameter and token."""
+    flops = 2 * gemms * tokens
+    fp8 = flops * weights.fp8_used / (gpu.fp8 * p["gemm_fp8"]) if weights.fp8_used else 0.0
+    return fp8 + flops * (weights.bf16_used + shape.head) / (gpu.bf16 * p["gemm_bf16"])
 
 
-def _train_seconds(shape: ModelShape, weights: Weights, gpu: GPU, p: Mapping[str, float], tokens, work, passes: int):
+def _train_seconds(
+    shape: ModelShape, weights: Weights, gpu: GPU, p: Mapping[str, float], tokens, work, *, backward: bool
+):
     """Seconds on all GPUs for tokens: linears, everything else (as long as in BF16), and quantizing."""
-    linear = _linear_seconds(weights, shape, gpu, p, tokens, passes)
-    flops = passes * (weights.fp8_used + weights.bf16_used + shape.head) * tokens
+    gemms = 1 + 2 * backward  # y = x w; grad x = g w, grad w = g x: the weight is an operand of the first two
+    linear = _linear_seconds(weights, shape, gpu, p, tokens, gemms=gemms)
+    flops = 2 * gemms * (weights.fp8_used + weights.bf16_used + shape.head) * tokens
     other = flops / gpu.bf16 * (1 / p["train_share"] - 1 / p["gemm_bf16"])
     micro_batches = tokens / work.gpus / work.micro_batch_tokens
-    kernels = 2 if passes == 2 else 6  # x and w forward; with backward also g, twice, x and w the other way round
     matrices = weights.fp8_matrices + weights.fp8_experts / work.expert_parallel
-    launches = micro_batches * kernels * matrices * p["eager_kernel"]
+    launches = micro_batches * 2 * gemms * p["operand_kernels"] * matrices * p["eager_kernel"]
     size = weights.fp8 - weights.fp8_expert_size * (1 - 1 / work.expert_parallel)
-    weight_bytes = micro_batches * kernels / 2 * 3 * size / (gpu.bandwidth * p["bandwidth_share"])
-    return (linear + other) / work.gpus + launches + weight_bytes
+    moved = micro_batches * (1 + backward) * p["quantize_bytes"] * size
+    return (linear + other) / work.gpus + launches + moved / (gpu.bandwidth * p["bandwidth_share"])
+
+
+def fit_decode_fixed(shape: ModelShape, gpu: GPU, work: Workload, *, gain: float = 0.30) -> float:
+    """Value of `decode_fixed` at which an FP8 KV cache over FP8 linears brings `gain` more rollout.
+
+    How that parameter was calibrated; 0.30 is pull request 1212's, for Qwen3-8B-Base. A rollout's time is a straight
+    line in it, so two points of each plan say all. ValueError if no value > 0 does it.
+    """
+    lines = []
+    for name in ("fp8-rollout", "fp8-rollout-kv"):
+        plan = PrecisionPlan.preset(name)
+        zero, one = (step(shape, plan, gpu, work, parameters={"decode_fixed": x})["rollout"] for x in (0.0, 1.0))
+        lines.append((zero, one - zero))
+    (linear, linear_slope), (cache, cache_slope) = lines
+    found = (linear - (1 + gain) * cache) / ((1 + gain) * cache_slope - linear_slope)
+    if not found > 0:
+        raise ValueError(
+            f"no decode_fixed > 0 makes the KV cache bring {gain:+.0%} with {work}; try other answer lengths"
+        )
+    return found
 
 
 def gains(times: Mapping[str, Mapping[str, float]], base: str = "bf16") -> dict[str, dict[str, float]]:
@@ -360,18 +313,41 @@ def gains(times: Mapping[str, Mapping[str, float]], base: str = "bf16") -> dict[
     return result
 
 
-def cost(seconds: float, steps: int, gpu: GPU, gpus: int, *, price: float = 3.0, load: float = 0.8) -> dict[str, float]:
+def cost(
+    seconds: float,
+    steps: int,
+    gpu: GPU,
+    gpus: int,
+    *,
+    price: float = DEFAULTS["price"].value,
+    load: float = DEFAULTS["load"].value,
+) -> dict[str, float]:
     """GPU-hours, kWh and price of a run.
 
     price: currency per GPU-hour. load: share of the GPU's greatest power it draws on average. 48 % more throughput is
     1 - 1/1.48 = 32 % fewer GPU-hours.
     """
+    for name, value in (("seconds", seconds), ("price", price), ("load", load)):
+        require_number(name, value, zero=True)
+    for name, value in (("steps", steps), ("gpus", gpus)):
+        require_number(name, value, whole=True)
+    if load > 1:
+        raise ValueError(f"load is {load!r}; it is a share of the GPU's greatest power, at most 1")
     hours = seconds * steps / 3600 * gpus
     return {"gpu_hours": hours, "kwh": hours * gpu.watts * load / 1000, "price": hours * price}
+
+
+def _require_fp8(gpu: GPU, plan: PrecisionPlan) -> None:
+    fp8 = plan.rollout.linear.is_fp8 or plan.trainer.linear.is_fp8 or plan.rollout.attention.is_fp8
+    if gpu.fp8 == 0 and fp8:
+        able = ", ".join(name for name, other in GPUS.items() if other.fp8)
+        raise ValueError(f"{gpu.name} has no FP8 tensor cores; plan {plan.name!r} needs one of {able}")
 
 
 def _values(parameters: Mapping[str, float] | None) -> dict[str, float]:
     parameters = parameters or {}
     if unknown := sorted(set(parameters) - set(PARAMETERS)):
         raise ValueError(f"unknown parameters {unknown}; allowed: {', '.join(PARAMETERS)}")
+    for name, value in parameters.items():
+        require_number(name, value, zero=PARAMETERS[name].unit.startswith(("s per", "quantization", "bytes moved")))
     return {name: parameter.value for name, parameter in PARAMETERS.items()} | dict(parameters)

@@ -1,7 +1,7 @@
 """Many runs: start those that are missing, go on with those that were killed, and compare arms with error bars.
 
     sweep(configs, "out")            one run directory per (name, seed), in local processes
-    final_metrics(["out/..."])       one row a run
+    final_metrics(["out/..."])       one row a run (as a DataFrame: compare.results("out"))
     paired_difference(a, b)          mean difference over seeds with its 95 % interval
 
 Runs with the same seed see the same prompts and the same sampling noise in every arm, so arms are compared *within* a

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from fp8lab import cli, compare
+from fp8lab.experiment import ExperimentConfig
 from fp8lab.runlog import RunLog, find_runs
 from fp8lab.tasks import data_dir
 
@@ -77,6 +78,93 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     assert len(compare.compare([tmp_path])["unfinished"]) == 2
 
 
+def edited(source, folder, change):
+    """A copy of a shipped run with another config."""
+    shutil.copytree(EVIDENCE / source, folder)
+    config = RunLog(folder).config
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [
+        (lambda c: c["grpo"].update(learning_rate=0.01), "grpo.learning_rate 0.0005 vs 0.01"),
+        (lambda c: c.update(temperature=0.5, task="other"), "task 'arithmetic' vs 'other', temperature 1.0 vs 0.5"),
+        (lambda c: c["plan"]["rollout"]["fallback"].update(last=1), "plan.rollout.fallback.last 0 vs 1"),
+        (lambda c: c.update(recalibrate="never"), "recalibrate 'every-step' vs 'never'"),  # the shipped one lacks it
+    ],
+)
+def test_runs_of_one_name_that_differ_beyond_the_seed_are_refused(tmp_path, change, differing):
+    shutil.copytree(EVIDENCE / "bf16-s1", tmp_path / "a")
+    edited("bf16-s2", tmp_path / "b", change)
+    message = f"{tmp_path / 'a'} and {tmp_path / 'b'} are both runs of 'bf16', but differ in {differing}; runs of one"
+    for function in (compare.compare, compare.differing_settings):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function([tmp_path])
+
+
+def test_a_default_that_an_older_version_did_not_write_is_no_difference(tmp_path):
+    shutil.copytree(EVIDENCE / "bf16-s1", tmp_path / "a")
+    assert "recalibrate" not in RunLog(tmp_path / "a").config
+    edited("bf16-s2", tmp_path / "b", lambda c: c.update(ExperimentConfig.from_dict(c).to_dict()))
+    assert "recalibrate" in RunLog(tmp_path / "b").config
+    assert compare.compare([tmp_path])["arms"]["bf16"]["accuracy_last"]["n"] == 2
+
+
+def test_what_makes_an_arm_another_than_the_base(found, tmp_path):
+    stressed = compare.differing_settings(data_dir() / "evidence" / "stressed")
+    assert stressed["fp8-rollout, tis"] == ["plan", "grpo.importance_sampling"]
+    assert stressed["fp8-rollout, no correction"] == ["plan"] and "bf16" not in stressed
+    differing = compare.differing_settings([EVIDENCE])
+    assert differing == {"fp8-e2e": ["plan"], "fp8-rollout": ["plan"]}
+    assert "fp8-e2e differs from bf16 in: plan" in compare.as_text(found, differing).splitlines()
+    shutil.copytree(EVIDENCE / "bf16-s1", tmp_path / "a")
+    edited("bf16-s1", tmp_path / "b", lambda c: c.update(name="again", steps=100))
+    edited("bf16-s1", tmp_path / "c", lambda c: c.update(name="hot", temperature=2.0))
+    assert compare.differing_settings(tmp_path) == {"again": [], "hot": ["temperature"]}
+    assert compare.differing_settings(tmp_path, base="hot") == {"bf16": ["temperature"], "again": ["temperature"]}
+
+
+def test_damaged_runs_are_left_out_and_named(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        for arm in ("bf16", "fp8-e2e"):
+            shutil.copytree(EVIDENCE / f"{arm}-s{seed}", tmp_path / f"{arm}-s{seed}")
+    config, metrics = tmp_path / "bf16-s3" / "config.json", tmp_path / "fp8-e2e-s3" / "metrics.jsonl"
+    config.write_bytes(config.read_bytes()[:100])
+    metrics.write_bytes(metrics.read_bytes().replace(b'{"step": 7,', b'{"stop": 7,'))
+    found = compare.compare([tmp_path])
+    assert found["seeds"] == [1, 2] and found["unfinished"] == []
+    assert set(found["damaged"]) == {str(config.parent), str(metrics.parent)}
+    assert cli.main(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    report = tmp_path / "report.html"
+    assert cli.main(["compare", str(tmp_path), "--html", str(report)]) == 0
+    assert f"Left out: {config} is damaged" in report.read_text()
+    assert f"left out: {config} is damaged (" in out and f"left out: {metrics} is damaged: line 8 of 101" in out
+    with pytest.raises(ValueError, match=re.escape(f"none of 1 runs is finished; {config} is damaged")):
+        compare.compare([config.parent])
+
+
+def test_results_is_one_row_a_finished_run(found, tmp_path):
+    table = compare.results(EVIDENCE)
+    assert list(table.columns[:3]) == ["run", "arm", "seed"] and len(table) == 30
+    assert table.set_index("run").loc[str(EVIDENCE / "fp8-e2e-s7"), ["arm", "seed"]].tolist() == ["fp8-e2e", 7]
+    means = table.groupby("arm").mean(numeric_only=True)
+    for arm, values in found["arms"].items():
+        for key, value in values.items():
+            assert means.loc[arm, key] == pytest.approx(value["mean"])
+    for name in ("bf16-s1", "bf16-s2", "bf16-s3"):
+        shutil.copytree(EVIDENCE / name, tmp_path / name)
+    (tmp_path / "bf16-s2" / "config.json").write_text("{")
+    metrics = tmp_path / "bf16-s3" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:50]))
+    with pytest.warns(UserWarning, match="left out: .*bf16-s2.*config.json is damaged"):
+        table = compare.results([tmp_path])
+    assert table["seed"].tolist() == [1]
+
+
 def test_mean_curve_against_scipy(found):
     seeds = compare.curves([EVIDENCE], "token_mult_prob_error")["fp8-rollout"]
     step, mean, low, high = compare.mean_curve(seeds)[10]
@@ -93,8 +181,10 @@ def test_cli_and_report(tmp_path, capsys):
     text = report.read_text()
     assert text.count("<table>") == 1 and "fp8-rollout" in text and "plotly" in text
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?https?:", text), "the report needs no network"
+    assert "fp8-e2e differs from bf16 in: plan\n" in out
     assert cli.main(["compare", str(EVIDENCE), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["base"] == "bf16"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["base"] == "bf16" and printed["differing_settings"]["fp8-rollout"] == ["plan"]
     assert cli.main(["compare", str(tmp_path / "none")]) == 1
 
 

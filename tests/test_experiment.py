@@ -3,21 +3,23 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from fp8lab import experiment
+from fp8lab import cli, experiment
 from fp8lab.diagnostics import differing_layers
 from fp8lab.experiment import ExperimentConfig, Loop, resume, run
 from fp8lab.grpo import GRPOConfig
 from fp8lab.linear import float8_layers
 from fp8lab.precision import PrecisionPlan
 from fp8lab.recipes import load_recipe, recipe_data, recipe_names
-from fp8lab.runlog import RunLog
+from fp8lab.runlog import LOGS, RunLog
 
 SMALL = ExperimentConfig(
     steps=6,
@@ -193,19 +195,147 @@ def test_a_crash_anywhere_resumes_to_the_same_bytes(reference, tmp_path, monkeyp
     assert not list(folder.glob("checkpoints/.*"))
 
 
-def test_a_damaged_log_is_refused_and_left_alone(tmp_path):
-    log = run(small(steps=2), tmp_path / "run")
-    lines = (log.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    damaged = lines[0] + lines[1][:20] + "\n" + lines[2]
-    (log.folder / "metrics.jsonl").write_text(damaged)
-    with pytest.raises(ValueError, match="step 1 of 0 to 2 cannot be read"):
-        resume(log.folder)
-    assert (log.folder / "metrics.jsonl").read_text() == damaged
-
-
 def copied(reference, folder):
     shutil.copytree(reference.folder, folder)
     return RunLog(folder)
+
+
+def contents(folder):
+    """Every file but the lock, and its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A run with all five logs that stopped after step 3 of 4."""
+    seen = []
+    config = small("fp8-e2e-kv", steps=4, prompts_per_step=4, eval_every=1)
+    out = tmp_path_factory.mktemp("logged") / "run"
+    return run(config, out, on_step=seen.append, should_stop=lambda: len(seen) > 3)
+
+
+DAMAGED_LINES = [
+    b'{"step": 1, "rew\n',
+    b"\n",
+    b"[1, 2]\n",
+    b"7\n",
+    b"{}\n",
+    b'{"step": "1"}\n',
+    b'{"step": true}\n',
+    b"\xff\0\n",
+]
+
+
+@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("damage", DAMAGED_LINES)
+def test_a_damaged_line_is_refused_and_everything_left_alone(logged, tmp_path, name, damage):
+    log = copied(logged, tmp_path / "run")
+    path = log.folder / f"{name}.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], damage, *lines[2:]]))
+    before = contents(log.folder)
+    message = re.escape(f"{path} is damaged: line 2 of {len(lines)} is no JSON object with an integer step")
+    with pytest.raises(ValueError, match=message):
+        resume(log.folder)
+    with log, pytest.raises(ValueError, match=message):
+        log.rewind(3)
+    assert contents(log.folder) == before
+    assert log.rows(name) == [json.loads(lines[0])]  # reading alone is tolerant
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_torn_last_line_of_any_log_is_dropped(logged, tmp_path, name):
+    whole, log = copied(logged, tmp_path / "whole"), copied(logged, tmp_path / "torn")
+    path = log.folder / f"{name}.jsonl"
+    with open(path, "ab") as file:
+        file.write(path.read_bytes().splitlines()[-1][:9])
+    rows = whole.rows(name)
+    assert log.rows(name) == log.rows(name, strict=True) == rows
+    resume(whole.folder), resume(log.folder)
+    for kept in ("metrics", "samples", "calibration"):
+        assert (log.folder / f"{kept}.jsonl").read_bytes() == (whole.folder / f"{kept}.jsonl").read_bytes()
+    assert log.rows(name)[: len(rows)] == rows and [row["step"] for row in log.rows("timing")] == list(range(5))
+
+
+def test_a_damaged_line_of_a_finished_run_is_refused(reference, tmp_path):
+    log = copied(reference, tmp_path / "run")
+    path = log.folder / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1][:9] + b"\n", *lines[2:]]))
+    before = contents(log.folder)
+    with pytest.raises(ValueError, match="samples.jsonl is damaged: line 2"):
+        resume(log.folder)
+    assert contents(log.folder) == before
+
+
+def test_a_missing_step_is_refused(reference, tmp_path):
+    log = copied(reference, tmp_path / "run")
+    path = log.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[2:]]))
+    before = contents(log.folder)
+    with pytest.raises(ValueError, match="step 1 of 0 to 6 cannot be read"):
+        resume(log.folder)
+    assert contents(log.folder) == before
+
+
+def without(text, key):
+    return json.dumps({k: v for k, v in json.loads(text).items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda text: text[: len(text) // 2], r"\(.*line \d+"),
+        (lambda text: "", r"\(Expecting value"),
+        (lambda text: "[" * 100_000, r"\(.*recursion"),
+        (lambda text: "[]", r"\(it holds a list, not an object"),
+        (lambda text: without(text, "steps"), r"\(it has no steps; it must be int"),
+        (lambda text: text.replace('"seed": 0', '"seed": "0"'), r"\(seed is '0'; it must be int"),
+    ],
+)
+def test_a_damaged_config_names_its_file_and_what_to_do(reference, tmp_path, damage, found):
+    log = copied(reference, tmp_path / "run")
+    path = log.folder / "config.json"
+    path.write_text(damage(path.read_text()))
+    message = rf"{re.escape(str(path))} is damaged {found}.*\); restore it, or start a new run in another folder"
+    with pytest.raises(ValueError, match=message):
+        resume(log.folder)
+    with pytest.raises(ValueError, match=message):
+        _ = log.is_finished
+
+
+def test_a_damaged_environment_names_its_file_and_what_to_do(logged, tmp_path):
+    log = copied(logged, tmp_path / "run")
+    path = log.folder / "environment.json"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged \(.*\); restore it, or put {{}} in it"):
+        resume(log.folder)
+    path.write_text("{}")
+    resume(log.folder)
+    assert log.is_finished
+
+
+def test_runs_goes_on_past_damaged_ones(reference, tmp_path, capsys):
+    copied(reference, tmp_path / "whole")
+    config, metrics = tmp_path / "a" / "config.json", tmp_path / "b" / "metrics.jsonl"
+    for path in (config, metrics):
+        copied(reference, path.parent)
+    config.write_bytes(config.read_bytes()[:40])
+    metrics.write_bytes(b"[1, 2]\n" + metrics.read_bytes())
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:]}
+    assert {run: row[0] for run, row in rows.items()} == {
+        str(config.parent): "damaged",
+        str(metrics.parent): "damaged",
+        str(tmp_path / "whole"): "fp8-e2e",
+    }
+    assert f"fp8lab: {config} is damaged (" in err and f"fp8lab: {metrics} is damaged: line 1 of 8" in err
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    first, second, whole = json.loads(capsys.readouterr().out)
+    assert first["run"] == str(config.parent) and first["damaged"].startswith(f"{config} is damaged")
+    assert second["damaged"].startswith(f"{metrics} is damaged") and whole["step"] == 6 and "damaged" not in whole
 
 
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which only Linux has")
@@ -245,16 +375,40 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_resumes(reference, t
     assert log.latest_checkpoint()[0] == 6
 
 
-def test_a_read_only_folder_is_said(reference, tmp_path):
+@contextmanager
+def bound_by_permissions():
+    """Permissions do not bind root, who is `nobody` meanwhile."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_read_only_folder_is_said(reference, tmp_path, monkeypatch):
     log = copied(reference, tmp_path / "run")
-    before = {path: path.read_bytes() for path in log.folder.rglob("*") if path.is_file()}
+    before = contents(log.folder)
     for path in (log.folder, *log.folder.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    if os.access(log.folder, os.W_OK):
-        pytest.skip("needs a user whom permissions bind; this one is root")
-    with pytest.raises(OSError, match="cannot write the run directory .*Permission denied; choose another --out"):
-        resume(log.folder)
-    assert {path: path.read_bytes() for path in before} == before
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # by a relative path: pytest's own folders above it are closed to others
+    message = "cannot write the run directory run: Permission denied; choose another --out"
+    with bound_by_permissions(), pytest.raises(OSError, match=message):
+        resume("run")
+    assert contents(log.folder) == before
+
+
+def test_a_folder_where_none_may_be_made_is_said(tmp_path, monkeypatch):
+    tmp_path.chmod(0o555)
+    monkeypatch.chdir(tmp_path)
+    message = "cannot write the run directory new: Permission denied; choose another --out"
+    with bound_by_permissions(), pytest.raises(OSError, match=message), RunLog("new"):
+        pass
+    tmp_path.chmod(0o755)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
 """The step-time model against published figures; sources stand beside them."""
 
+import ast
 import dataclasses
+import inspect
+import re
 
 import pytest
 
 from fp8lab import coverage, speed
 from fp8lab.precision import PrecisionPlan
-from fp8lab.speed import GPUS, PARAMETERS, ModelShape, Workload
+from fp8lab.speed import DEFAULTS, GPUS, PARAMETERS, ModelShape, Workload
 
 MODELS = {
     "llama": "meta-llama/Llama-3.1-8B-Instruct",
@@ -74,10 +77,52 @@ def test_rollout_gains_on_qwen3_8b(shapes):
     assert linear == pytest.approx(0.15, abs=0.05), "verl docs/advance/fp8.md: 12 to 18 %"
 
 
-def test_recalibration_share(shapes):
-    """Published: 2 to 3 % of a step. Every 256 of 512 answers scored again costs the model about twice that."""
+@pytest.mark.parametrize(
+    ("tokens", "total", "within"),
+    [(2000, 0.628, False), (3000, 0.528, True), (4000, 0.475, True), (5000, 0.442, True), (6000, 0.420, False)]
+    + [(7000, 0.403, False), (8000, 0.440, True), (9000, 0.528, True), (10_000, 0.533, False)],
+)
+def test_48_percent_holds_for_some_answer_lengths_only(shapes, tokens, total, within):
+    """The third assumption: calibrated anew for answers of other lengths, the total is something else."""
+    work = Workload(response_tokens=tokens)
+    fixed = speed.fit_decode_fixed(shapes["qwen"], GPUS["H100"], work)
+    gains = speed.gains(times(shapes["qwen"], work=work, decode_fixed=fixed))
+    linear, kv = gains["fp8-rollout"]["rollout"], gains["fp8-rollout-kv"]["rollout"]
+    assert (1 + kv) / (1 + linear) == pytest.approx(1.30)
+    assert kv == pytest.approx(total, abs=0.002) and (abs(kv - 0.48) <= 0.05) == within
+
+
+def test_decode_fixed_is_what_the_calibration_gives(shapes):
+    fixed = speed.fit_decode_fixed(shapes["qwen"], GPUS["H100"], DEFAULT)
+    assert PARAMETERS["decode_fixed"].value == pytest.approx(fixed, rel=0.005)
+    with pytest.raises(ValueError, match=r"no decode_fixed > 0 .* \+30%"):
+        speed.fit_decode_fixed(shapes["qwen"], GPUS["H100"], Workload(response_tokens=500))
+
+
+def share_of_recalibration(shape, **parameters):
+    phases = times(shape, plans=["fp8-rollout-kv"], **parameters)["fp8-rollout-kv"]
+    return phases["calibrate"] / sum(phases.values())
+
+
+def test_recalibration_is_missed(shapes):
+    """The stated exception to "within five points": published 2 to 3 % of a step, predicted 10.1 %.
+
+    NeMo RL runs log-probs over the whole train_data once more (grpo.py, recompute_kv_scales), so a scoring pass is the
+    charge. Even forward and backward at the speed of the best GEMM, and nothing else, miss it.
+    """
     phases = times(shapes["qwen"])["fp8-rollout-kv"]
-    assert 0.025 <= phases["calibrate"] / sum(phases.values()) <= 0.075
+    assert phases["calibrate"] == phases["score"]
+    assert share_of_recalibration(shapes["qwen"]) == pytest.approx(0.101, abs=0.001)
+    bound = share_of_recalibration(shapes["qwen"], train_share=PARAMETERS["gemm_bf16"].value)
+    assert bound == pytest.approx(0.081, abs=0.001) and bound > 0.03 + 0.05
+    assert all(word in " ".join(speed.__doc__.split()) for word in ("MISSED", "model says 10 %", "8.1 %", "2 to 3 %"))
+
+
+def test_seconds_are_too_few(shapes):
+    """NeMo RL PR 1560: Llama 3.1 8B, 16 H100, 2,048 answers of 1,060 tokens with the question: 97.7 s a step."""
+    work = Workload(prompts=64, generations=32, response_tokens=1060 - 150, gpus=16)
+    assert sum(times(shapes["llama"], work=work, plans=["bf16"])["bf16"].values()) == pytest.approx(32.5, abs=0.1)
+    assert "32 s where NeMo RL reports 97.7 s" in speed.__doc__
 
 
 def test_step_gain_of_linear_layers(shapes):
@@ -127,20 +172,98 @@ def test_costs():
 
 
 def test_impossible_asks_say_why(shapes):
-    with pytest.raises(ValueError, match="A100 has no FP8 tensor cores"):
-        times(shapes["llama"], "A100", plans=["fp8-e2e"])
-    assert times(shapes["llama"], "A100", plans=["bf16"])
     with pytest.raises(ValueError, match="raise tensor_parallel"):
         times(shapes["moe"], "H100", plans=["bf16"])
     with pytest.raises(ValueError, match="unknown parameters .*'speed'"):
         times(shapes["llama"], speed=2)
-    with pytest.raises(ValueError, match="gpus is 0"):
-        Workload(gpus=0)
-    with pytest.raises(ValueError, match="no multiple"):
-        Workload(gpus=8, tensor_parallel=3)
+    with pytest.raises(ValueError, match="gemm_fp8 is 0"):
+        times(shapes["llama"], gemm_fp8=0)
+    assert times(shapes["llama"], eager_kernel=0)
+    with pytest.raises(ValueError, match="128 experts are no multiple of expert_parallel 3"):
+        times(shapes["moe"], "H200", dataclasses.replace(MOE, gpus=12, expert_parallel=3), plans=["bf16"])
 
 
-def test_every_number_has_a_source():
-    assert all(p.source and p.unit for p in PARAMETERS.values())
-    assert all(gpu.source for gpu in GPUS.values())
-    assert {f.name for f in dataclasses.fields(speed.GPU)} >= {"bandwidth", "watts"}
+@pytest.mark.parametrize("plan", ["fp8-rollout", "fp8-e2e", "fp8-rollout-kv"])
+def test_an_a100_has_no_fp8(shapes, plan):
+    plan, gpu = PrecisionPlan.preset(plan), GPUS["A100"]
+    for ask in (
+        lambda plan: speed.step(shapes["llama"], plan, gpu, DEFAULT),
+        lambda plan: speed.decode_step(shapes["llama"], plan, gpu, sequences=8, context=1000),
+        lambda plan: speed.kv_capacity(shapes["llama"], plan, gpu),
+    ):
+        with pytest.raises(ValueError, match="A100 has no FP8 tensor cores; .* H100, H200, B200"):
+            ask(plan)
+        assert ask(PrecisionPlan.preset("bf16"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [(field.name, value, "must be") for field in dataclasses.fields(Workload) for value in (0, -1, float("nan"), "8")]
+    + [(name, 2.5, "whole number") for name in DEFAULTS if DEFAULTS[name].unit.startswith(("GPUs", "prompts"))]
+    + [("response_tokens", float("inf"), "finite"), ("prompts", True, "whole number")]
+    + [
+        ("tensor_parallel", 3, "no multiple"),
+        ("expert_parallel", 64, "no multiple"),
+        ("tensor_parallel", 16, "no mul"),
+    ],
+)
+def test_a_workload_is_checked(field, value, says):
+    with pytest.raises(ValueError, match=f"{field}.*{says}|{says}.*{field}"):
+        Workload(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "change", [{"bf16": 0}, {"fp8": -1}, {"bandwidth": float("nan")}, {"watts": "700"}, {"name": "H1"}]
+)
+def test_a_gpu_is_checked(change):
+    with pytest.raises(ValueError, match=next(iter(change)) if "name" not in change else "no GPU 'H1' .* H100"):
+        dataclasses.replace(GPUS["H100"], **change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"sequences": 0}, {"context": -1}, {"tensor_parallel": 0}, {"sequences": float("nan")}]
+)
+def test_a_decode_step_is_checked(shapes, change):
+    asked = {"sequences": 8, "context": 1000} | change
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is"):
+        speed.decode_step(shapes["llama"], PrecisionPlan.preset("bf16"), GPUS["H100"], **asked)
+
+
+@pytest.mark.parametrize("change", [{"price": -1}, {"load": 1.5}, {"load": float("nan")}, {"steps": 0}, {"gpus": 0.5}])
+def test_a_cost_is_checked(change):
+    asked = {"seconds": 1.0, "steps": 10, "gpu": GPUS["H100"], "gpus": 8} | change
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is"):
+        speed.cost(**asked)
+
+
+ASSUMPTIONS = {"graph_kernel", "eager_kernel", "rollout_kernels", "operand_kernels"}
+ASSUMPTIONS |= {"prompt_tokens", "response_tokens", "price", "load"}
+PLACE = r"https://\S+\.\w+/|arXiv \d{4}\.\d{5}|[\w-]+/[\w-]+ [\w/.-]+\.(md|py|yaml)\b"
+"""An address, an arXiv number, or owner/repository and a file."""
+
+
+def test_every_number_has_a_source_or_is_an_assumption():
+    numbers = PARAMETERS | DEFAULTS
+    assert len(numbers) == len(PARAMETERS) + len(DEFAULTS)
+    assert {name for name, number in numbers.items() if number.assumption} == ASSUMPTIONS
+    unsourced = [name for name, x in numbers.items() if not (x.assumption or re.search(PLACE, x.source))]
+    assert unsourced == [] and all(x.source and x.unit for x in numbers.values())
+    assert all(re.search(PLACE, gpu.source) for gpu in GPUS.values())
+    assert not re.search(PLACE, "assumed (5-10 us is usual)") and not re.search(PLACE, "NeMo RL lm_policy.py")
+
+
+def test_workload_and_cost_take_their_defaults_from_the_table():
+    found = {field.name: field.default for field in dataclasses.fields(Workload)}
+    found |= {k: p.default for k, p in inspect.signature(speed.cost).parameters.items() if p.default is not p.empty}
+    assert found == {name: number.value for name, number in DEFAULTS.items()}
+
+
+EQUATIONS = ["kv_capacity", "kv_bytes", "decode_step", "_touched", "step", "_linear_seconds", "_train_seconds"]
+
+
+def test_no_number_hides_in_the_equations():
+    """0, 1 and 2 are structure (2 FLOPs, 2 bytes, 2 operands, half an answer); any other is for the table."""
+    for name in EQUATIONS:
+        tree = ast.parse(inspect.getsource(getattr(speed, name)))
+        constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert {x for x in constants if isinstance(x, int | float)} <= {0, 1, 2}, name

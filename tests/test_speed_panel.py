@@ -63,5 +63,19 @@ def test_decode_bars_show_the_causes(panel):
     assert [list(level) for level in figure.data[0].x] == [["64"], ["fp8-e2e"]]
 
 
+def test_starts_from_the_models_defaults():
+    panel = SpeedPanel({"llama": speed.ModelShape.of(MODELS["llama"])})
+    assert panel.work == speed.Workload(expert_parallel=8) and panel.price.value == speed.DEFAULTS["price"].value
+
+
+def test_a_price_below_nothing_is_nothing(panel):
+    before = panel.price.value
+    panel.price.value = -1.0
+    assert panel.price.value == 0 and (panel.table().price == 0).all()
+    panel.price.value = before
+
+
 def test_every_claim_says_who_made_it():
     assert (PUBLISHED.map(len) > 0).all(axis=None) and list(PUBLISHED.columns)[-1] == "of what, and who says so"
+    (row,) = PUBLISHED[PUBLISHED.what == "recalibrating scales"].to_dict("records")
+    assert "misses" in row["of what, and who says so"]

@@ -57,7 +57,8 @@ def interval_curves(found: dict[str, dict[int, list[tuple[int, float]]]], axis: 
 
 def write_report(path: str | Path, comparison: dict[str, Any], folders: Iterable[str | Path]) -> None:
     """Write the report of `compare.compare(folders)` to `path`, under a temporary name first."""
-    folders = list(folders)
+    damaged = comparison.get("damaged", {})
+    folders = [run for run in find_runs(folders) if str(run) not in damaged]
     parts = [f"<h1>{len(comparison['arms'])} arms, seeds {', '.join(map(str, comparison['seeds']))}</h1>"]
     rows = table_rows(comparison)
     header = "".join(f"<th>{html.escape(key)}</th>" for key in rows[0])
@@ -67,6 +68,7 @@ def write_report(path: str | Path, comparison: dict[str, Any], folders: Iterable
         "<p>Mean over seeds [95 % t-interval]; differences are taken within a seed. Emulated FP8: operands are rounded "
         "and multiplied in float32, so nothing here says anything about speed.</p>"
     )
+    parts += [f"<p>Left out: {html.escape(why)}</p>" for why in damaged.values()]
     script: bool | str = True  # plotly's script goes in once, with the first figure
     for metric, (axis, title) in CURVES.items():
         found = curves(folders, metric)
@@ -74,7 +76,7 @@ def write_report(path: str | Path, comparison: dict[str, Any], folders: Iterable
             figure = interval_curves(found, axis, title)
             parts.append(figure.to_html(full_html=False, include_plotlyjs=script, config=CONFIG | {"responsive": True}))
             script = False
-    for run in find_runs(folders):
+    for run in folders:
         config = json.dumps(RunLog(run).config, indent=1)
         parts.append(f"<details><summary>{html.escape(str(run))}</summary><pre>{html.escape(config)}</pre></details>")
     head = f"<meta charset='utf-8'><title>fp8lab comparison</title><style>{STYLE}</style>"
