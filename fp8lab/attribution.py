@@ -19,8 +19,8 @@ own input. The exact sweep costs a forward a unit, from the unit on. `rank_agree
 
 Between sides that round alike (plan `fp8-e2e`) the gap is zero by construction and leave-one-out is negative: keeping a
 layer in BF16 on one side *makes* a gap. Intervals are percentile bootstraps over sequences. The KV cache and attention
-have a sweep of their own, `attribute_kv`. Left out: fused experts; gradients' precision, which changes the update and
-not the gap.
+have a sweep of their own, `attribute_kv`. Left out: fused experts (`coverage.planned_flops` has their FLOPs);
+gradients' precision, which changes the update and not the gap.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch import nn
 
 from fp8lab.attention import attention_modules, attention_of, observed
 from fp8lab.conversion import convert
+from fp8lab.coverage import planned_flops
 from fp8lab.diagnostics import k3
 from fp8lab.linear import Float8Linear, float8_layers
 from fp8lab.names import layer_index, linear_modules, module_names, num_decoder_layers
@@ -80,11 +81,11 @@ def attribute(
     probes: random sign vectors, one backward pass each (their gradients are held together). on_progress(done, total)
     counts forwards of the sweeps.
 
-    Columns: `name`, `layer`, `side`, `tensor`; `flops_share` among the units; `first_order_mean_abs` and
-    `first_order_k3`, `in_mean_abs` and `in_k3`, and `out_...`, which is what is *removed*, all with `_low` and `_high`
-    (95 %); per module also `weight_` and `activation_` `sqnr_db`, `flushed` (share of non-zeros that became 0),
-    `saturated` (share at the largest code; each block's largest element is always there) and `outlier_channels` of the
-    activation.
+    Columns: `name`, `layer`, `side`, `tensor`; `flops_share` of all FLOPs that the plan makes FP8 on the side, fused
+    experts included; `first_order_mean_abs` and `first_order_k3`, `in_mean_abs` and `in_k3`, and `out_...`, which is
+    what is *removed*, all with `_low` and `_high` (95 %); per module also `weight_` and `activation_` `sqnr_db`,
+    `flushed` (share of non-zeros that became 0), `saturated` (share at the largest code; each block's largest element
+    is always there) and `outlier_channels` of the activation.
     ValueError if nothing of the side is FP8, or for arguments that are not as said here.
     """
     import pandas
@@ -96,12 +97,14 @@ def attribute(
     decided = {name: plan.decide(name, side, number).precision for name, _ in linear_modules(model)}
     planned = {name: precision for name, precision in decided.items() if precision.is_fp8}
     if not planned:
-        raise ValueError(f"plan {plan.name!r} has no FP8 linear on the {side} side; nothing to attribute")
+        raise ValueError(
+            f"plan {plan.name!r} has no FP8 linear on the {side} side; nothing to attribute (fused experts never are)"
+        )
+    flops = planned_flops(plan, model, side)
     units, work = _units(list(planned), by), shared_copy(model)
     convert(work, PrecisionPlan.preset("bf16"), side=side, backend="emulated")
     layers = {name: layer for name, layer in _linears(work) if name in planned}
     effects, readers, health = first_order(work, layers, planned, tokens, mask, temperature, tensors, probes, seed)
-    flops = {name: 2.0 * layer.weight.numel() for name, layer in layers.items()}
     rows = []
     for unit, members in units.items():
         for tensor in tensors:

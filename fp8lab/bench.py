@@ -11,10 +11,14 @@ the speed of FP8 hardware.
 
 from __future__ import annotations
 
+import ast
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from fp8lab.formats import E4M3
 from fp8lab.linear import Float8Linear
 from fp8lab.operands import BF16_LINEAR, LinearPrecision
 from fp8lab.quantizers import BlockQuantizer, quantization_error
+
+MARKS = ("<!-- bench -->", "<!-- end bench -->")
 
 
 def paired(
@@ -88,7 +94,7 @@ def bench_quantize(size: int = 4096, rounds: int = 9) -> dict[str, Any]:
     """ns per element of fake quantization of a size x size float32 matrix, against a copy of it.
 
     Both write to memory that is there already. `eager torch` is `eager_fake_quantize`; `torchao emulation` is torchao's
-    CPU reference for 1x128 activations, where torchao can be imported.
+    CPU reference for 1x128 activations, which gives codes, where torchao can be found.
     """
     from fp8lab.kernels import times_compiled
 
@@ -101,7 +107,7 @@ def bench_quantize(size: int = 4096, rounds: int = 9) -> dict[str, Any]:
     for name, q in quantizers.items():
         candidates[f"fp8lab {name}, codes"] = lambda q=q: q.quantize(x)
         candidates[f"eager torch {name}"] = lambda q=q: eager_fake_quantize(x, q.block)
-    torchao, why_not = _torchao()
+    torchao, name = torchao_reference()
     if torchao is not None:
         candidates["torchao emulation 1x128"] = lambda: torchao(x)
     before = times_compiled()
@@ -112,7 +118,9 @@ def bench_quantize(size: int = 4096, rounds: int = 9) -> dict[str, Any]:
     goals.append(goal("longest first call of a kernel, s", max(row["first_call_s"] for row in ours.values()), 3.0))
     result = {"bench": "quantize", "shape": [size, size], "unit": "ns/element", "baseline": "copy", "rows": rows}
     result |= {"goals": goals, "kernels_compiled": compiled}
-    return result | machine([f"torchao's emulation was not measured: {why_not}"] if torchao is None else [])
+    if torchao is None:
+        return result | machine([f"torchao's emulation was not measured: {name}"])
+    return result | machine([], [peer(name)])
 
 
 def bench_linear(m: int = 512, k: int = 2048, n: int = 2048, rounds: int = 9) -> dict[str, Any]:
@@ -199,7 +207,7 @@ def as_text(result: dict[str, Any]) -> str:
         verdict = "met" if met["met"] else "missed"
         lines.append(f"goal {verdict}: {met['goal']}: {met['measured']:.2f}, at most {met['limit']:.3g}")
         lines += [f"    {line}" for line in result.get("profiles", {}).get(met["goal"], [])]
-    lines += result.get("facts", [])
+    lines += [f"beside {text}" for text in map(peer_text, result.get("peers", []))] + result.get("facts", [])
     if "kernels_compiled" in result:
         lines.append(f"kernels compiled in this run: {result['kernels_compiled']} (0: all came from the cache)")
     if "sqnr_db" in result:
@@ -217,7 +225,7 @@ def goals_table(results: list[dict[str, Any]]) -> str:
     facts = [f"{results[0]['threads']} threads, torch {results[0]['torch']}"]
     for result in results:
         facts += [f"SQNR in dB: {_decibels(result)}"] if "sqnr_db" in result else []
-        facts += [*result.get("facts", []), *result["not_measured"]]
+        facts += [*map(peer_text, result.get("peers", [])), *result.get("facts", []), *result["not_measured"]]
     return "\n".join([*lines, "", "; ".join(facts) + "."])
 
 
@@ -232,18 +240,51 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def machine(not_measured: list[str]) -> dict[str, Any]:
-    """What a result says of where it was measured, and of what was not."""
+def machine(not_measured: list[str], peers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """What a result says of where it was measured, beside whom (`peer`), and of what was not."""
     return {"backend": "emulated", "threads": torch.get_num_threads(), "torch": torch.__version__} | {
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "peers": peers or [],
         "not_measured": not_measured,
     }
 
 
-def _torchao() -> tuple[Callable[[torch.Tensor], Any] | None, str]:
-    """torchao's reference, or None and why not; its module needs the package triton, also on a CPU."""
-    try:
-        from torchao.prototype.blockwise_fp8_training.kernels import torch_blockwise_scale_act_quant_lhs
-    except ImportError as error:
-        return None, str(error)
-    return torch_blockwise_scale_act_quant_lhs, ""
+def peer(name: str, *packages: str, **settings: Any) -> dict[str, Any]:
+    """What this process, in which a peer is timed, has: `name` (with its version), the versions of `packages` and of
+    torch, torch's threads, and settings of the peer that matter to its speed."""
+    versions = {package: metadata.version(package) for package in packages} | {"torch": torch.__version__}
+    return {"name": name, "versions": versions, "threads": torch.get_num_threads(), "settings": settings}
+
+
+def peer_text(found: dict[str, Any]) -> str:
+    """A `peer` as a phrase."""
+    beside = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    settings = "".join(f", {name}={value}" for name, value in found["settings"].items())
+    return f"{found['name']} ({beside}) on {found['threads']} threads{settings}"
+
+
+def require_marks(path: Path) -> None:
+    """FileNotFoundError or ValueError unless `path` is a Markdown file with the lines between which the goals go."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; --readme takes a Markdown file with the lines {' and '.join(MARKS)}")
+    document = path.read_text(encoding="utf-8")
+    if missing := [mark for mark in MARKS if f"{mark}\n" not in f"{document}\n"]:
+        raise ValueError(f"{path} has no line {missing[0]!r}; the goals go between {' and '.join(MARKS)}: add them")
+
+
+def torchao_reference() -> tuple[Callable[[torch.Tensor], Any] | None, str]:
+    """torchao's reference quantizer of 1x128 activations and `torchao VERSION`, or None and why there is none.
+
+    It is plain torch, but its module needs triton to be imported, also on a CPU: so the function alone is read.
+    """
+    references = os.environ.get("FP8LAB_REFERENCES") or str(Path(sys.prefix) / "references")
+    name, module = "torch_blockwise_scale_act_quant_lhs", "torchao/prototype/blockwise_fp8_training/kernels.py"
+    folder = next((f for f in (references, *sys.path) if Path(f, module).is_file()), None)
+    if folder is None:
+        return None, f"no torchao; `make test` puts it into {references} (Linux), or set FP8LAB_REFERENCES to a folder"
+    nodes = ast.parse(Path(folder, module).read_text(encoding="utf-8")).body
+    wanted = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+    (version,) = {found.version for found in metadata.distributions(name="torchao", path=[folder])} or {"?"}
+    scope: dict[str, Any] = {"torch": torch, "e4m3_dtype": torch.float8_e4m3fn, "EPS": 1e-12}
+    exec(compile(ast.Module(body=wanted, type_ignores=[]), "torchao", "exec"), scope)
+    return scope[name], f"torchao {version}"

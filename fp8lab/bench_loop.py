@@ -5,15 +5,16 @@
 Peers that cannot share our environment are timed in their own, together with us: a child process runs this module with
 that environment's Python, and takes turns between fp8lab and the peer there, so the ratio is still one of neighbours.
 
-    vLLM    .venv-vllm (`make vllm`): its CPU build in float32 with its own kernels
+    vLLM    .venv-vllm (`make vllm`): its CPU build in float32 with its own kernels, without compilation
+            (enforce_eager=True), on as many threads as we have
     TRL     the Python in the variable FP8LAB_TRL_PYTHON: an environment with trl and numba, torch and transformers as
-            ours; GRPOTrainer with the same model, task, prompts a step and completions a prompt
+            ours (TRL_HOW); GRPOTrainer with the same model, task, prompts a step and completions a prompt
 
-A peer that is not there is named, never guessed. `transformers.generate` samples the same prompts from the same
-float32 weights, but other random numbers: tokens are counted, and what is compared is time for equally many sequences.
-The goals are on our float32 engine, whose linears are the peers' (`conversion.restore`); BF16 and FP8 are emulated, and
-rounding their operands is work that the peers do not do. A missed goal comes with the five dearest operations of what
-missed it.
+Each result names its peers' versions, threads and settings, as the process that ran them found them. A peer that is not
+there is named, never guessed. `transformers.generate` samples the same prompts from the same float32 weights, but other
+random numbers: tokens are counted, and what is compared is time for equally many sequences. The goals are on our
+float32 engine, whose linears are the peers' (`conversion.restore`); BF16 and FP8 are emulated, and rounding their
+operands is work that the peers do not do. A missed goal comes with the five dearest operations of what missed it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8lab.bench import goal, machine, paired, profiles
+from fp8lab.bench import goal, machine, paired, peer, profiles
 from fp8lab.conversion import restore
 from fp8lab.experiment import Loop
 from fp8lab.models import load_model, load_tokenizer
@@ -46,6 +48,10 @@ MODEL, TASK = "tiny-llama", "arithmetic"
 GROUP, PROMPTS, MAX_TOKENS = 8, 32, 6
 EQUAL_TOKENS = 32
 ROOT = Path(__file__).parent.parent
+TRL_HOW = (
+    "make it with `python -m venv DIR` and `DIR/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.24.0 numba`, "
+    "and set FP8LAB_TRL_PYTHON=DIR/bin/python"
+)
 
 
 def bench_rollout(rounds: int = 25, *, prompts: int = PROMPTS, equal_tokens: int = EQUAL_TOKENS) -> dict[str, Any]:
@@ -58,21 +64,21 @@ def bench_rollout(rounds: int = 25, *, prompts: int = PROMPTS, equal_tokens: int
     engine = _float32_engine(model, tokenizer)
     seeds = itertools.count()
 
-    def peer(max_tokens: int = MAX_TOKENS, equal: bool = False):
+    def generate(max_tokens: int = MAX_TOKENS, equal: bool = False):
         return _generate(model, tokenizer, questions, max_tokens, equal=equal)
 
     def native(engine: NativeEngine, sampling: SamplingParams):
         return engine.generate(questions, sampling, seed=next(seeds))
 
     sampling = SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
-    candidates = {"transformers.generate": peer, "fp8lab float32": lambda: native(engine, sampling)}
+    candidates = {"transformers.generate": generate, "fp8lab float32": lambda: native(engine, sampling)}
     rows = paired(candidates, "transformers.generate", rounds=rounds)
     goals = [goal("float32 rollout, times transformers.generate", rows[1]["ratio"], 1 / 3)]
     calls: dict[str, Callable[[], Any]] = {goals[0]["goal"]: lambda: native(engine, sampling)}
     bf16, fp8 = (NativeEngine(model, PrecisionPlan.preset(p), tokenizer=tokenizer) for p in ("bf16", "fp8-rollout"))
     rows += paired(
         {
-            "generate, beside emulation": peer,
+            "generate, beside emulation": generate,
             "fp8lab BF16": lambda: native(bf16, sampling),
             "fp8lab FP8 linears": lambda: native(fp8, sampling),
         },
@@ -84,19 +90,21 @@ def bench_rollout(rounds: int = 25, *, prompts: int = PROMPTS, equal_tokens: int
     endless._eos = endless._eos.new_full((1,), -1)  # no token ends an answer
     rows += paired(
         {
-            "generate, equal lengths": lambda: peer(equal_tokens, equal=True),
+            "generate, equal lengths": lambda: generate(equal_tokens, equal=True),
             "fp8lab float32, equal lengths": lambda: native(endless, equal),
         },
         "generate, equal lengths",
         rounds=rounds,
     )
-    vllm, missing = _peer("vllm", ROOT / ".venv-vllm" / "bin" / "python", "run `make vllm`", rounds, prompts)
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    vllm, peers, missing = _peer("vllm", python, "run `make vllm`", rounds, prompts)
     if vllm:
         rows += vllm
         goals.append(goal("float32 rollout, times vLLM on this CPU", _ratio(vllm, "fp8lab float32, beside vLLM"), 1.0))
         calls[goals[-1]["goal"]] = lambda: native(engine, sampling)
     result = {"bench": "rollout", "shape": [prompts, GROUP], "unit": "ns", "baseline": "the peer", "rows": rows}
-    return result | {"goals": goals, "profiles": profiles(goals, calls)} | machine(missing)
+    peers = [peer(f"transformers {metadata.version('transformers')}"), *peers]
+    return result | {"goals": goals, "profiles": profiles(goals, calls)} | machine(missing, peers)
 
 
 def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
@@ -121,8 +129,7 @@ def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
     goals += calibration_goals
     calls[calibration_goals[0]["goal"]] = call
     environment = os.environ.get("FP8LAB_TRL_PYTHON")
-    how = "set FP8LAB_TRL_PYTHON to the Python of an environment with trl and numba"
-    trl, missing = _peer("trl", Path(environment or "FP8LAB_TRL_PYTHON"), how, rounds, prompts)
+    trl, peers, missing = _peer("trl", Path(environment or "FP8LAB_TRL_PYTHON"), TRL_HOW, rounds, prompts)
     if trl:
         rows += trl
         goals.append(goal("BF16 step, times TRL's GRPOTrainer", _ratio(trl, "fp8lab BF16 step, beside TRL"), 1 / 3))
@@ -133,7 +140,7 @@ def bench_step(rounds: int = 5, *, prompts: int = 96) -> dict[str, Any]:
     facts = [text, f"peak memory of the FP8 loop: {memory['loop']:.0f} MiB, of which imports {memory['imports']:.0f}"]
     result = {"bench": "step", "shape": [prompts, GROUP], "unit": "ns", "baseline": "BF16 or the peer", "rows": rows}
     result |= {"goals": goals, "profiles": profiles(goals, calls), "memory_mib": memory, "facts": facts}
-    return result | machine(missing)
+    return result | machine(missing, peers)
 
 
 def _calibration(loop: Loop, step: Callable[[str], None], rounds: int):
@@ -209,37 +216,45 @@ def _generate(model, tokenizer, questions: list[str], max_tokens: int, *, equal:
     return model.generate(**inputs, **lengths, do_sample=True, temperature=1.0, top_k=0, num_return_sequences=GROUP)
 
 
-def _peer(name: str, python: Path, how: str, rounds: int, prompts: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows measured by a child in the peer's environment, or a sentence that says what is missing."""
+def _peer(name: str, python: Path, how: str, rounds: int, prompts: int):
+    """Rows measured by a child in the peer's environment, and a list with what it found there (bench.peer); or no rows,
+    and a list with the sentence that says what is missing."""
     if not python.is_file():
-        return [], [f"{name} was not measured: no {python}; {how}"]
+        return [], [], [f"{name} was not measured: no {python}; {how}"]
     try:
-        return json.loads(_child(str(python), ["-m", "fp8lab.bench_loop", name, str(rounds), str(prompts)])), []
+        found = json.loads(_child(str(python), ["-m", "fp8lab.bench_loop", name, str(rounds), str(prompts)]))
     except RuntimeError as error:
-        return [], [f"{name} was not measured: {error}"]
+        return [], [], [f"{name} was not measured: {error}"]
+    return found["rows"], [found["peer"]], []
 
 
 def _child(python: str, arguments: list[str]) -> str:
     """The last line that a new process printed; RuntimeError with what it wrote to stderr last."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FP8LAB_THREADS": str(torch.get_num_threads())}
+    threads = str(torch.get_num_threads())  # vllm_process.py gives vLLM those of OMP_NUM_THREADS
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FP8LAB_THREADS": threads, "OMP_NUM_THREADS": threads}
     done = subprocess.run([python, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["it wrote nothing"])[-1])
     return done.stdout.strip().splitlines()[-1]
 
 
-def _vllm_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
+def _vllm_rows(rounds: int, prompts: int) -> dict[str, Any]:
     """In .venv-vllm: vLLM in float32 and NativeEngine in turn."""
     from fp8lab.rollout import VLLMEngine
+    from fp8lab.rollout.vllm_process import process_unchanged
 
     questions, sampling = _questions(prompts), SamplingParams(n=GROUP, max_tokens=MAX_TOKENS)
     engines = {"vLLM float32": VLLMEngine(MODEL, None)}
     engines["fp8lab float32, beside vLLM"] = _float32_engine(load_model(MODEL), load_tokenizer(MODEL))
     calls = {name: lambda e=e: e.generate(questions, sampling, seed=0) for name, e in engines.items()}
-    return paired(calls, "vLLM float32", rounds=rounds)
+    with process_unchanged():  # what vLLM runs in
+        vllm = engines["vLLM float32"]
+        eager = vllm.llm.llm_engine.vllm_config.model_config.enforce_eager
+        found = peer(vllm.stats()["engine"], "transformers", enforce_eager=eager)
+    return {"rows": paired(calls, "vLLM float32", rounds=rounds), "peer": found}
 
 
-def _trl_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
+def _trl_rows(rounds: int, prompts: int) -> dict[str, Any]:
     """In TRL's environment: after each step of GRPOTrainer one of ours; each from begin to end of a step."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -251,6 +266,7 @@ def _trl_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
+            self.found = peer(f"TRL {metadata.version('trl')}", "transformers")
             self.start = time.perf_counter()
 
         def on_step_end(self, args, state, control, **kwargs):
@@ -264,6 +280,7 @@ def _trl_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
     settings |= {"learning_rate": 5e-4, "use_cpu": True, "report_to": "none", "save_strategy": "no", "bf16": False}
     settings |= {"disable_tqdm": True, "logging_strategy": "no", "gradient_checkpointing": False}
     columns = task.train[: prompts * (rounds + 1)]
+    turns = Turns()
     with tempfile.TemporaryDirectory() as folder:
         GRPOTrainer(
             model=_as_people_load_it(),
@@ -271,10 +288,11 @@ def _trl_rows(rounds: int, prompts: int) -> list[dict[str, Any]]:
             args=GRPOConfig(output_dir=folder, **settings),
             train_dataset=Dataset.from_dict(columns),
             processing_class=load_tokenizer(MODEL),
-            callbacks=[Turns()],
+            callbacks=[turns],
         ).train()
     names = {"TRL GRPOTrainer, step": iter(theirs), "fp8lab BF16 step, beside TRL": iter(ours)}
-    return rows_of({name: list(times) for name, times in names.items()}, "TRL GRPOTrainer, step")
+    rows = rows_of({name: list(times) for name, times in names.items()}, "TRL GRPOTrainer, step")
+    return {"rows": rows, "peer": turns.found}
 
 
 def rows_of(times: dict[str, list[float]], baseline: str) -> list[dict[str, Any]]:

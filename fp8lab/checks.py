@@ -8,6 +8,7 @@ is None. Each check raises ValueError with the field's name, what was found and 
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 if TYPE_CHECKING:
@@ -26,6 +27,24 @@ def require_alike(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tens
         shapes = [tuple(x.shape) for x in (rollout, trainer, mask)]
         raise ValueError(f"rollout, trainer and mask have shapes {shapes}; they must be one (B, T)")
     return mask.bool()
+
+
+def require_count(name: str, value: Any, *, least: int = 1) -> None:
+    """ValueError unless the value is an integer, and at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}; it must be an integer >= {least}")
+
+
+def require_positive(name: str, value: Any, *, zero: bool = False, finite: bool = False) -> float:
+    """The value as a float; ValueError unless it is a number above 0, or 0 if `zero`, and not infinite if `finite`."""
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond float64
+        number = math.nan
+    if not (number > 0 or (zero and number == 0)) or (finite and number == math.inf):
+        allowed = f"a {'finite ' if finite else ''}number {'>= 0' if zero else 'above 0'}"
+        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}; it must be {allowed}")
+    return number
 
 
 def require_types(config: Any) -> None:

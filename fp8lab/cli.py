@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("check", _check, "Can a GPU run this recipe, and why not? Said from the config, before weights load.")
     command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
     command.add_argument("--hardware", help="GPU, for example H100 (default: the recipe's)")
-    command.add_argument("--gpus", type=int, help="how many (default: the recipe's)")
+    command.add_argument("--gpus", type=cli_sweep.count, help="how many (default: the recipe's)")
     command.add_argument("--rollout", choices=["native", "vllm"], help="rollout engine (default: the recipe's)")
     show = commands.add_parser("recipe", help="Look at one recipe.", description="Look at one recipe.")
     command = add(
@@ -65,14 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
     command = add("run", _run, "Run a recipe.")
     command.add_argument("recipe", help="a name that `recipes` lists, or a path to a .yaml file")
-    command.add_argument("--steps", type=int, help="training steps (default: the recipe's)")
+    command.add_argument("--steps", type=cli_sweep.count, help="training steps (default: the recipe's)")
     command.add_argument("--seed", type=int, help="random seed (default: the recipe's)")
     command.add_argument("--out", type=Path, help="run directory, must be new (default: runs/RECIPE-sSEED-TIME)")
-    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--threads", type=cli_sweep.count, help="CPU threads (default: torch's choice)")
     command.add_argument("--tracker", help="tensorboard, trackio or wandb shows the metrics, too (default: none)")
     command = add("resume", _resume, "Go on with a run that was stopped or killed, from its last checkpoint.")
     command.add_argument("folder", type=Path, help="run directory")
-    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--threads", type=cli_sweep.count, help="CPU threads (default: torch's choice)")
     command = add("runs", _runs, "Table of the runs in a folder.")
     command.add_argument(
         "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run directories (default: runs)"
@@ -86,17 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plan", default="fp8-rollout", help="a plan preset (default: fp8-rollout)")
     command.add_argument("--text", type=Path, help="score this text (default: sampled answers to sums)")
     command.add_argument("--out", type=Path, required=True, help="folder for report.json, layers.csv and report.md")
-    command.add_argument("--tokens", type=int, default=2048, help="tokens to look at (default 2048)")
-    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument(
+        "--tokens", type=cli_sweep.count, default=2048, help="tokens to look at (default 2048; a real model needs 4096)"
+    )
+    command.add_argument("--threads", type=cli_sweep.count, help="CPU threads (default: torch's choice)")
     cli_sweep.register(add)
     command = add("gpu-check", _gpu_check, "Are the FP8 kernels of this GPU right, and how fast? Under 6 minutes.")
     command.add_argument("--out", type=Path, required=True, help="folder for gpu-check.json and gpu-check.md")
     command.add_argument("--dry", action="store_true", help="prove the script on a CPU: small shapes, emulated")
     command = add("bench", _bench, "Time quantizers, a linear layer, rollouts or steps against their peers.")
     command.add_argument("what", choices=["quantize", "linear", "rollout", "step", "all"])
-    command.add_argument("--rounds", type=int, help="timed rounds (default: 9; of rollouts 25, of steps 5)")
-    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    command.add_argument("--readme", type=Path, help="also put the goals between the bench marks of this Markdown file")
+    command.add_argument("--rounds", type=cli_sweep.count, help="timed rounds (default: 9; of rollouts 25, of steps 5)")
+    command.add_argument("--threads", type=cli_sweep.count, help="CPU threads (default: torch's choice)")
+    command.add_argument("--readme", type=Path, help="with all: put the goals between this Markdown file's bench marks")
     return parser
 
 
@@ -130,11 +132,15 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
-    from fp8lab.bench import as_text, benches, goals_table
+    from fp8lab.bench import as_text, benches, goals_table, require_marks
     from fp8lab.runlog import write_marked
 
     if arguments.rounds is not None and arguments.rounds < 2:
         raise ValueError(f"--rounds is {arguments.rounds}; quartiles need at least 2")
+    if arguments.readme:
+        if arguments.what != "all":
+            raise ValueError(f"--readme writes the table of all benchmarks, found {arguments.what!r}: use `bench all`")
+        require_marks(arguments.readme)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     known = benches()
@@ -311,17 +317,32 @@ def _runs(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir():
         raise FileNotFoundError(f"no folder {arguments.folder}; `run` writes into runs/ unless --out says otherwise")
     found = sorted(arguments.folder.glob("**/config.json"))
-    summaries = [_summary(RunLog(path.parent)) for path in found if (path.parent / "environment.json").is_file()]
+    summaries = []
+    for folder in (path.parent for path in found if (path.parent / "environment.json").is_file()):
+        try:
+            summaries.append(_summary(RunLog(folder)))
+        except ValueError as error:
+            summaries.append({"run": str(folder), "damaged": str(error)})
     if not summaries and not arguments.json:
         print(f"no runs in {arguments.folder}")
         return 0
-    print(json.dumps(summaries, indent=1) if arguments.json else _table(summaries))
+    if arguments.json:
+        print(json.dumps(summaries, indent=1))
+        return 0
+    for row in summaries:
+        if why := row.pop("damaged", None):
+            row["name"] = "damaged"
+            print(f"fp8lab: {why}", file=sys.stderr)
+    print(_table(summaries))
     return 0
 
 
 def _summary(log) -> dict[str, Any]:
-    """One row about a run: what it was, how far it got, where accuracy and mismatch stand."""
-    config, rows, timing = log.config, log.rows(), log.rows("timing")
+    """One row about a run: what it was, how far it got, where accuracy and mismatch stand.
+
+    ValueError if its config, metrics or times are damaged.
+    """
+    config, rows, timing = log.config, log.rows(strict=True), log.rows("timing", strict=True)
     accuracies = [row["validation_accuracy"] for row in rows if "validation_accuracy" in row]
     errors = [row["token_mult_prob_error"] for row in rows if "token_mult_prob_error" in row]
     return {
@@ -338,12 +359,13 @@ def _summary(log) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """Rows with the same keys as aligned text."""
+    """Rows as aligned text; `-` where a row has no value."""
 
     def text(value: Any) -> str:
         return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
-    cells = [list(rows[0]), *([text(v) for v in row.values()] for row in rows)]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([text(row.get(key)) for key in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)
 

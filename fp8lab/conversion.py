@@ -32,7 +32,7 @@ from fp8lab.names import (
     planned_names,
 )
 from fp8lab.operands import AttentionPrecision
-from fp8lab.precision import Decision, PrecisionPlan, Side
+from fp8lab.precision import PRESETS, Decision, PrecisionPlan, Side
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ def convert(
 
     backend: see backends.py; `auto` picks, and the Conversion says what and why.
 
-    Raises, with the model as it was, RuntimeError for a backend that this machine cannot run, and ValueError for an
-    unknown one or one that refuses a layer, a model that is not float32 (master weights must be), one without decoder
-    layers or whose decoder layers hold no nn.Linear (GPT-2's Conv1D), and for experts or attention that are planned in
-    FP8 but built in a way that is not emulated.
+    Raises, with the model as it was, RuntimeError for a backend that this machine cannot run, and ValueError for what
+    is no plan, an unknown backend or one that refuses a layer, a model that is not float32 (master weights must be),
+    one without decoder layers or whose decoder layers hold no nn.Linear (GPT-2's Conv1D), and for experts or attention
+    that are planned in FP8 but built in a way that is not emulated.
     """
+    require_plan(plan)
     layers, names = num_decoder_layers(model), planned_names(model)
     plan.require_fit(module_names(model), layers)
     if all(layer_index(name) is None for name in names):
@@ -103,6 +104,13 @@ def convert(
         decisions=tuple(decisions[name] for name in (*linears, *experts)),
         untouched=tuple(name for name, parameter in matrices if id(parameter) not in rounded),
     )
+
+
+def require_plan(plan: PrecisionPlan) -> None:
+    """ValueError, saying what is meant, for what is not a PrecisionPlan: a preset's name, for example."""
+    if not isinstance(plan, PrecisionPlan):
+        name = plan if isinstance(plan, str) and plan in PRESETS else "fp8-e2e"
+        raise ValueError(f"plan is {plan!r}; it must be a PrecisionPlan, such as PrecisionPlan.preset({name!r})")
 
 
 def restore(model: nn.Module) -> None:

@@ -125,6 +125,14 @@ def report(plan: PrecisionPlan, model: Any) -> pandas.DataFrame:
     return pandas.DataFrame([dataclasses.asdict(row) for row in rows(plan, model)])
 
 
+def planned_flops(plan: PrecisionPlan, model: Any, side: Side) -> dict[str, float]:
+    """FLOPs per token of the forward GEMMs that the plan makes FP8 on a side: by linear module, or fused expert
+    tensor."""
+    passes = len(GEMMS) if side == "trainer" else 1
+    found = [row for row in rows(plan, model) if row.side == side and row.rule]
+    return {row.name.removesuffix(".weight"): row.flops / passes for row in found}
+
+
 def fp8_share(found: list[Row], side: Side) -> float:
     """Share of a side's FLOPs that are FP8."""
     return sum(row.share * row.fp8 for row in found if row.side == side)

@@ -3,7 +3,9 @@
 The same tokens are scored three times with the same weights: all in BF16, by the plan's rollout side, by its trainer
 side. From that come the gap between the sides, which training would see; how far each side is from BF16, which an
 end-to-end plan hides (both sides round alike: no gap by construction, yet both moved); perplexities; a verdict against
-published bands; each module's share to first order; and what a few layers kept in BF16 would buy, measured.
+published bands; each module's share to first order; and what a few layers kept in BF16 would buy, measured. Fused
+experts, the KV cache and attention are not attributed: the report says what they are, and how much of the gap is left
+with everything else in BF16.
 
 A text was not sampled from the rollout side, so k3 and the ratios are descriptions of these tokens, not estimates of a
 KL. Without a text the tokens are drawn from the rollout side instead, as in RL.
@@ -21,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fp8lab.attribution import attribute, interval_columns
+from fp8lab.attribution import attribute, interval_columns, other_side
+from fp8lab.checks import require_count
+from fp8lab.coverage import planned_flops
 from fp8lab.diagnostics import clamped_exp, k3, mismatch
 from fp8lab.frontier import frontier
 from fp8lab.precision import SIDES, PrecisionPlan, Side
@@ -39,6 +43,8 @@ WINDOW, ATTRIBUTED_TOKENS, PROBES = 64, 1024, 4
 PARTS = 8
 """Calls of on_progress."""
 BUDGETS, BUDGET_ORDERS = (0.1, 0.2), ("recommended",)
+REAL_MODEL, REAL_TOKENS = 10_000_000, 4000
+"""A model with that many parameters is reported on with a warning if there are fewer tokens."""
 Progress = Callable[[str], None]
 
 
@@ -81,7 +87,7 @@ class Diagnosis:
         s = self.summary
         lines = [f"# {s['model']} under `{s['plan']['name']}`", ""]
         lines += [f"{s['tokens']} tokens ({s['source']}), emulated FP8{', ' + s['label'] if s['label'] else ''}.", ""]
-        lines += [conclusion(self), "", "## The gap", ""]
+        lines += [conclusion(self), "", *([f"**{s['warning']}**", ""] if s["warning"] else []), "## The gap", ""]
         rows = [
             {"compared": name}
             | {key: _interval(gap, key) for key in ("mean_abs", "token_mult_prob_error", "gen_kl_error")}
@@ -98,7 +104,8 @@ class Diagnosis:
             for row in self.fallbacks.to_dict("records")
         ]
         lines += [_markdown(rows), ""]
-        lines += ["## The ten modules that make most of the gap (first order; all in layers.csv)", ""]
+        which = "attributed modules" if s["not_attributed"] else "modules"
+        lines += [f"## The ten {which} that make most of the gap (first order; all in layers.csv)", ""]
         rows = [
             {"name": row["name"]}
             | {key: _interval(row, key) for key in ("first_order_mean_abs", "first_order_k3")}
@@ -142,17 +149,36 @@ def diagnose(
     layers = layers.sort_values("first_order_k3", ascending=False, ignore_index=True)
     say("measuring BF16 sets")
     rest = slice(rows if len(tokens) > rows else 0, None)
-    options = {"side": side, "budgets": BUDGETS, "orders": BUDGET_ORDERS}
+    missing = _not_attributed(model, plan, side, layers)
+    alone = bool(missing) and not plan.side(other_side(side)).linear.is_fp8  # one side moves: what is left is theirs
+    options = {"side": side, "budgets": (*BUDGETS, 1.0) if alone else BUDGETS, "orders": BUDGET_ORDERS}
     options["known"] = {one: scores[one][rest] for one in SIDES}
     fallbacks = frontier(model, plan, tokens[rest], layers, mask=mask[rest], **options)
+    if alone:
+        everything = fallbacks.iloc[-1]
+        fallbacks, ends = fallbacks.iloc[:-1], {"": "", "_low": "_high", "_high": "_low"}
+        missing |= {f"k3_left{end}": 1 - float(everything[f"removed{other}"]) for end, other in ends.items()}
     pairs = {"rollout and trainer": ("rollout", "trainer"), **{f"{s} and BF16": (s, "bf16") for s in SIDES}}
     gaps = {text: gap(scores[a], scores[b], mask) for text, (a, b) in pairs.items()}
     summary = {"model": name, "label": label, "source": source, "plan": plan.to_dict(), "tokens": int(mask.sum())}
-    summary |= {"backend": "emulated", "attributed_side": side, "gaps": gaps}
+    summary |= {"backend": "emulated", "attributed_side": side, "gaps": gaps, "not_attributed": missing}
+    few = summary["tokens"] < REAL_TOKENS and sum(p.numel() for p in model.parameters()) >= REAL_MODEL
+    warning = f"{summary['tokens']} tokens are fewer than the {REAL_TOKENS:,} that a figure of a real model needs: the "
+    summary["warning"] = warning + "intervals are wide." if few else ""
     summary["perplexity"] = {what: perplexity(score, scores["bf16"], mask) for what, score in scores.items()}
     say("done")
     verdicts = verdict(mismatch(scores["rollout"], scores["trainer"], mask))
     return Diagnosis(summary=summary, verdicts=verdicts, layers=layers, fallbacks=fallbacks)
+
+
+def _not_attributed(model: nn.Module, plan: PrecisionPlan, side: Side, layers: pandas.DataFrame) -> dict[str, Any]:
+    """What of the side's FP8 has no row in `layers`; empty if nothing."""
+    flops = planned_flops(plan, model, side)
+    experts, attention = flops.keys() - set(layers["name"]), plan.side(side).attention.is_fp8
+    if not experts and not attention:
+        return {}
+    share = sum(flops[name] for name in experts) / sum(flops.values())
+    return {"expert_tensors": len(experts), "flops_share": share, "attention": attention}
 
 
 def gap(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
@@ -184,7 +210,9 @@ def diagnose_model(
     on_progress: Progress | None = None,
 ) -> Diagnosis:
     """`diagnose` for a model by name (see real_model.load_any), on a text, or on what the rollout side samples for a
-    task's prompts (8 tokens each, temperature 1) if text is None; about `tokens` tokens."""
+    task's prompts (8 tokens each, temperature 1) if text is None; about `tokens` tokens. ValueError if `tokens` is no
+    integer from 1 (with a text: WINDOW) on."""
+    require_count("tokens", tokens, least=1 if text is None else WINDOW)
     say = on_progress or (lambda what: None)
     say("loading")
     model, tokenizer, label = load_any(name)
@@ -194,6 +222,7 @@ def diagnose_model(
         return diagnose(model, plan, windows, name=name, label=label, on_progress=on_progress)
     prompts = load_task(task).train[: max(1, tokens // 4)]["prompt"]
     engine = NativeEngine(model, plan, tokenizer=tokenizer)
+    engine.calibrate(prompts)
     rollout = engine.generate(prompts, SamplingParams(n=1, temperature=1.0, max_tokens=8), seed=0)
     about = {"name": name, "label": label, "source": f"sampled by the rollout side for prompts of {task}"}
     return diagnose(model, plan, rollout.tokens, mask=rollout.mask, **about, on_progress=on_progress)
@@ -209,6 +238,7 @@ def conclusion(found: Diagnosis) -> str:
         return (
             f"**No gap.** Under `{plan}` both sides round alike and have the same kernels here, so they agree exactly "
             f"*by construction*; both are {moved:.3f} nats a token from BF16. Real engines differ in kernels, too."
+            f"{_missing_text(found)}"
         )
     best = found.fallbacks[found.fallbacks["order"] == "recommended"].iloc[-1]
     share = f"{best['removed']:.0%} [{best['removed_low']:.0%}, {best['removed_high']:.0%}]"
@@ -222,8 +252,24 @@ def conclusion(found: Diagnosis) -> str:
         f"{gap['mean_abs_high']:.3f}], `token_mult_prob_error` {gap['token_mult_prob_error']:.3f}: {bands} below. Only "
         "the plan differs between the two scores: this is what its FP8 alone does to these tokens. A training run with "
         "a gap like this has quantization; one with a clearly larger gap has a bug, too. Keeping "
-        f"{int(best['units'])} modules in BF16, {best['flops_kept']:.0%} of the FLOPs, {buys}."
+        f"{int(best['units'])} modules in BF16, {best['flops_kept']:.0%} of the FP8-planned FLOPs, {buys}."
+        f"{_missing_text(found)}"
     )
+
+
+def _missing_text(found: Diagnosis) -> str:
+    """What was not attributed, in a sentence, and how much of the gap is left without what was."""
+    missing = found.summary["not_attributed"]
+    if not missing:
+        return ""
+    count, share = missing["expert_tensors"], f"{missing['flops_share']:.0%} of the FP8-planned FLOPs"
+    parts = [f"fused experts ({count} tensors, {share})"] * bool(count)
+    parts += ["the FP8 KV cache and attention"] * missing["attention"]
+    text = f" **Not attributed:** {' and '.join(parts)}; "
+    if "k3_left" not in missing:
+        return text + "how much of a gap they make is not known, as the other side is FP8, too."
+    left, low, high = (f"{missing[f'k3_left{end}']:.0%}" for end in ("", "_low", "_high"))
+    return text + f"with all attributed modules in BF16, {left} [{low}, {high}] of the gap (k3) is left."
 
 
 def _interval(values: dict[str, float], key: str) -> str:

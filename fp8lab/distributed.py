@@ -122,7 +122,7 @@ def gather_rollout(rollout: Rollout) -> Rollout:
         after = [0, 0] * (tensors[0].ndim - 2)
         return torch.cat([F.pad(t, (*after, 0, width - t.shape[1]), value=fill) for t in tensors])
 
-    names = ("tokens", "logprobs", "mask", "prompt_lengths", "lengths", "finished")
+    names = ("tokens", "logprobs", "mask", "prompt_lengths", "lengths", "finished", "route_checksums")
     columns = {name: rows(name) for name in names} | {"routes": rows("routes", fill=-1)}
     columns["completions"] = tuple(text for part in parts for text in part.completions)
     return dataclasses.replace(rollout, **columns)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def recommend(table: pandas.DataFrame, budget: float, *, column: str | None = None) -> list[str]:
-    """Names of the units to keep in BF16 with at most `budget` (0 to 1) of the table's FLOPs: most gap for the FLOPs.
+    """Names of the units to keep in BF16 with at most `budget` (0 to 1) of the FP8-planned FLOPs: most gap for them.
 
     Greedy by `column` / flops_share; column defaults to `in_k3`, or `first_order_k3` without that sweep. k3 because it
     is nearly additive over units (d adds up like independent noise), mean |d| is not. ValueError for another budget.
@@ -97,11 +97,12 @@ def frontier(
 
 
 def _removed(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """The share of the k3 of d `before` that is gone `after`, with its 95 % percentile bootstrap over rows; 0 of 0."""
+    """The share of the k3 of d `before` that is gone `after`, with its 95 % percentile bootstrap over rows; 0 if there
+    was none."""
     whole, left = (torch.where(mask, k3(d), 0.0).sum(1) for d in (before, after))
     drawn = torch.randint(len(whole), (1000, len(whole)), generator=torch.Generator().manual_seed(0))
     drawn = torch.cat([torch.arange(len(whole))[None], drawn])
-    shares = (1 - left[drawn].sum(1) / whole[drawn].sum(1)).nan_to_num(0.0)
+    shares = (1 - left[drawn].sum(1) / whole[drawn].sum(1)).nan_to_num(0.0, posinf=0.0, neginf=0.0)
     low, high = shares[1:].quantile(torch.tensor([0.025, 0.975], dtype=shares.dtype)).tolist()
     return {"removed": shares[0].item(), "removed_low": low, "removed_high": high}
 

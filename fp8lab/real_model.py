@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8lab.checks import require_count
 from fp8lab.models import load_model, load_tokenizer, quiet
 from fp8lab.tasks import data_dir
 
@@ -78,7 +79,9 @@ def shipped_text() -> str:
 
 
 def token_windows(tokenizer: Any, text: str, *, tokens: int, window: int) -> torch.Tensor:
-    """The text's first `tokens` tokens as rows (B, window) int64; ValueError if it does not fill one row."""
+    """The text's first `tokens` tokens as rows (B, window) int64; ValueError if they do not fill one row."""
+    require_count("window", window)
+    require_count("tokens", tokens, least=window)
     ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
     rows = len(ids) // window
     if not rows:

@@ -23,13 +23,15 @@ SGLang and Megatron; numbers of the tiny model are in tests/test_routing.py.
         rollout = engine.generate(prompts, sampling, seed=0)
     rollout = recorded.add_to(rollout)        # Rollout.routes; the trainer replays them, if there are any
 
+Routes have the right shape for any batch of that shape. So `Rollout.with_routes` wants the tokens they were recorded
+for, and a checksum of each row's tokens and routes is compared where the routes are used.
+
 Left out: gradients of auxiliary balance losses, replay under gradient checkpointing (the recomputation in backward
 happens outside of the block), engines that report routes themselves (vLLM's and SGLang's `routed_experts`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp8lab.names import ROUTERS, expert_tensors
-from fp8lab.rollout.engine import Rollout
+from fp8lab.rollout.engine import Rollout, row_checksums
 
 NOT_RECORDED = -1
 
@@ -125,7 +127,7 @@ class Recorded:
         read = torch.arange(routes.shape[1]) < lengths[:, None] - 1  # a last token is never read
         if missing := int((routes[:, :, 0, 0] == NOT_RECORDED)[read].sum()):
             raise ValueError(f"{missing} of the {int(read.sum())} tokens that this rollout read were not recorded")
-        return dataclasses.replace(rollout, routes=routes.to(torch.int16))
+        return rollout.with_routes(routes, rollout.tokens)
 
 
 @contextmanager
@@ -219,7 +221,7 @@ def routes_at(rollout: Rollout, rows: torch.Tensor, columns: torch.Tensor) -> to
     """Routes (B, T, L, k) of the tokens of `rows` (B,) of a rollout in `columns` (B, T), NOT_RECORDED where a column is
     -1 (padding); None for a rollout without routes.
 
-    ValueError if routes are missing for a token, or are those of a rollout of another shape.
+    ValueError if routes are missing for a token, or are not those that `Rollout.with_routes` put beside these tokens.
     """
     routes = rollout.routes
     if routes is None:
@@ -233,7 +235,22 @@ def routes_at(rollout: Rollout, rows: torch.Tensor, columns: torch.Tensor) -> to
     found = torch.where((columns >= 0)[:, :, None, None], found, NOT_RECORDED)
     if missing := int((found < 0).any(dim=3).any(dim=2)[columns >= 0].sum()):
         raise ValueError(f"{missing} tokens have no recorded routes; record the whole rollout, or drop its routes")
+    _require_own_routes(rollout, rows)
     return found
+
+
+def _require_own_routes(rollout: Rollout, rows: torch.Tensor) -> None:
+    """ValueError unless the checksums of `rows` are those of their tokens and routes."""
+    known, count = rollout.route_checksums, len(rollout.tokens)
+    if known is None or len(known) != count:
+        found = "no checksums" if known is None else f"{len(known)} checksums for {count} rows"
+        raise ValueError(f"routes with {found}; put routes on a rollout with `rollout.with_routes(routes, tokens)`")
+    own = row_checksums(rollout.tokens[rows], rollout.routes[rows], rollout.lengths[rows])
+    if bad := rows[own != known[rows]].tolist():
+        raise ValueError(
+            f"the routes of {len(bad)} rows (first: row {bad[0]}) were not recorded for their tokens; record this "
+            "rollout itself, or put changed routes on it with `rollout.with_routes(routes, tokens)`"
+        )
 
 
 @contextmanager

@@ -13,6 +13,9 @@ lines into memory with no hub call and no cache; a folder of yours works the sam
 `hub:...` download. `reasoning-gym:...` generates puzzles. `prompt_batch` says which prompts a step
 gets: a pure function of (seed, step), so a killed and resumed run sees what it would have seen.
 
+Splits are `datasets.Dataset`s. Where that package is missing (a GPU machine that only runs
+`gpu-check`), local and generated tasks are `Rows`, which answer alike to what a run asks of them.
+
 Left out: multi-turn tasks and tools, weighted mixtures, graders that execute code; `verifiers` and
 NeMo RL's environments have those.
 """
@@ -25,7 +28,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -45,17 +48,50 @@ ALLOWED = (
 MATH_PROMPT = "{question}\nThink step by step. End with the final answer after '####'.\n"
 
 
+class Rows:
+    """Rows in memory, indexed as a `datasets.Dataset` is: by number (a row), by slice or a list of
+    numbers (columns), by name (a column)."""
+
+    def __init__(self, columns: Mapping[str, list[Any]]) -> None:
+        self._columns = dict(columns)
+
+    @classmethod
+    def from_dict(cls, columns: Mapping[str, list[Any]]) -> Rows:
+        """Columns, as long as each other."""
+        return cls(columns)
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Mapping[str, Any]]) -> Rows:
+        """Rows; the first one names the columns, None is what a row lacks."""
+        return cls({name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())})
+
+    @property
+    def column_names(self) -> list[str]:
+        """In the file's order."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, key: str | int | slice | Sequence[int]) -> Any:
+        if isinstance(key, str):
+            return self._columns[key]
+        if isinstance(key, Sequence):
+            return {name: [values[i] for i in key] for name, values in self._columns.items()}
+        return {name: values[key] for name, values in self._columns.items()}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """Questions in three splits, and a grader."""
 
     name: str
     """What `load_task` was given."""
-    train: Dataset
+    train: Dataset | Rows
     """Questions to learn from; columns `prompt`, `answer` (strings) and any the reward wants."""
-    validation: Dataset
+    validation: Dataset | Rows
     """Questions for curves and choices."""
-    test: Dataset
+    test: Dataset | Rows
     """Questions looked at once, at the end."""
     reward: RewardFunction
     """`reward(prompts, completions, **columns) -> list[float]`, one number a completion."""
@@ -163,10 +199,16 @@ def data_dir() -> Path:
     return folder
 
 
-def _read_rows(folder: Path, split: str) -> Dataset:
-    """One split, in memory. `load_dataset` would write a cache and may ask the hub."""
-    from datasets import Dataset
+def _table() -> type[Dataset] | type[Rows]:
+    try:
+        from datasets import Dataset
+    except ImportError:
+        return Rows
+    return Dataset
 
+
+def _read_rows(folder: Path, split: str) -> Dataset | Rows:
+    """One split, in memory. `load_dataset` would write a cache and may ask the hub."""
     lines, parquet = folder / f"{split}.jsonl", folder / f"{split}.parquet"
     if lines.is_file():
         rows = []
@@ -176,11 +218,11 @@ def _read_rows(folder: Path, split: str) -> Dataset:
             except json.JSONDecodeError as error:
                 message = f"{lines}, line {number}: {error}; each line must be one JSON object"
                 raise ValueError(message) from error
-        return Dataset.from_list(rows)
+        return _table().from_list(rows)
     if parquet.is_file():
         import pyarrow.parquet
 
-        return Dataset.from_dict(pyarrow.parquet.read_table(parquet).to_pydict())
+        return _table().from_dict(pyarrow.parquet.read_table(parquet).to_pydict())
     there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
     raise FileNotFoundError(
         f"found neither {lines} nor {parquet.name} (there: {there}); needed are train, validation "
@@ -221,8 +263,6 @@ def _from_hub(name: str, repository: str, config: str | None) -> Task:
 def _from_reasoning_gym(name: str, dataset: str) -> Task:
     """2,000 / 200 / 200 puzzles of one generated sequence, less those that occurred in an earlier
     split. The reward finds the puzzle by column `index`: its metadata would not survive a table."""
-    from datasets import Dataset
-
     gym = _extra("reasoning_gym", "reasoning-gym")
     try:
         source = gym.create_dataset(dataset, size=2_400, seed=0)
@@ -234,7 +274,7 @@ def _from_reasoning_gym(name: str, dataset: str) -> Task:
     ]
     splits, seen = {}, set()
     for split, part in zip(SPLITS, (rows[:2_000], rows[2_000:2_200], rows[2_200:]), strict=True):
-        splits[split] = Dataset.from_list([row for row in part if row["prompt"] not in seen])
+        splits[split] = _table().from_list([row for row in part if row["prompt"] not in seen])
         seen |= {row["prompt"] for row in part}
 
     def reasoning_gym_score(prompts, completions, index, **_) -> list[float]:
@@ -278,7 +318,7 @@ def load_task(name: str | os.PathLike[str]) -> Task:
 # ---- which prompts a step gets ----------------------------------------------------------------
 
 
-def prompt_batch(dataset: Dataset, size: int, seed: int, step: int) -> dict[str, list[Any]]:
+def prompt_batch(dataset: Dataset | Rows, size: int, seed: int, step: int) -> dict[str, list[Any]]:
     """The `size` rows step `step` (from 0) trains on, as columns; depends on (seed, step) alone.
 
     Sampling is without replacement within an epoch of ``len(dataset) // size`` steps, each in a

@@ -19,7 +19,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fp8lab.corrections import check_bounds
+from fp8lab.checks import require_choice, require_positive
+from fp8lab.corrections import MODES, check_bounds
 
 UNBOUNDED = 1e9
 """Stands for "no bound" where a framework wants a number: above exp(20), the largest ratio after clamping."""
@@ -83,6 +84,9 @@ class Setting:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        require_choice("mode", self.mode, MODES)
+        require_positive("low", self.low, zero=True)
+        require_positive("high", self.high)
         check_bounds(self.mode, self.low, self.high)
 
     def grpo(self) -> dict[str, Any]:
@@ -97,10 +101,13 @@ def read(framework: str, settings: dict[str, Any]) -> Setting:
     """A framework's own correction keys in our words; missing keys have the framework's defaults.
 
     framework: `nemo_rl` (loss_fn), `verl` (algorithm.rollout_correction) or `trl` (GRPOConfig). ValueError for an
-    unknown key or what the framework itself refuses; NoEquivalent if no mode of ours gives these weights.
+    unknown key, a value that is not what the key takes, or what the framework itself refuses; NoEquivalent if no mode
+    of ours gives these weights.
     """
     reader, _, defaults = _framework(framework)
-    if unknown := sorted(set(settings) - set(defaults)):
+    if not isinstance(settings, dict):
+        raise ValueError(f"settings is {settings!r}; give a dict of {framework} keys")
+    if unknown := sorted(map(str, set(settings) - set(defaults))):
         raise ValueError(f"{framework} correction has unknown keys {unknown}; allowed: {', '.join(defaults)}")
     mode, low, high, notes = reader({**defaults, **settings})
     return Setting(mode=mode, low=low, high=high, notes=(*notes, *NOTES[framework]) if mode != "none" else tuple(notes))
@@ -119,7 +126,7 @@ def _framework(name: str) -> tuple:
         "verl": (_read_verl, _write_verl, VERL_KEYS),
         "trl": (_read_trl, _write_trl, TRL_KEYS),
     }
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         others = sorted({row["framework"] for row in PEERS})
         raise ValueError(f"framework is {name!r}; allowed: {', '.join(known)} (PEERS describes {', '.join(others)})")
     return known[name]
@@ -134,28 +141,33 @@ GSPO_NOTE = (
 
 
 def _read_nemo_rl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
-    kind, high, low = (s[f"truncated_importance_sampling_{key}"] for key in ("type", "ratio", "ratio_min"))
+    top, bottom = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+    kind, high, low = s["truncated_importance_sampling_type"], s[top], s[bottom]
+    require_choice("truncated_importance_sampling_type", kind, (None, "tis", "icepop", "seq-mask-tis"))
+    for key in ("use_importance_sampling_correction", "sequence_level_importance_ratios"):
+        require_choice(key, s[key], (True, False))
     whole = s["sequence_level_importance_ratios"]
     if kind is None:
         if high is not None:
-            raise ValueError(f"truncated_importance_sampling_ratio is {high} without a type; NeMo RL refuses that")
+            raise ValueError(f"{top} is {high} without a type; NeMo RL refuses that")
         if not s["use_importance_sampling_correction"]:
             return "none", 0.0, math.inf, []
         return ("sequence-tis", 0.0, math.inf, [GSPO_NOTE]) if whole else ("is", 0.0, math.inf, [])
-    if kind not in ("tis", "icepop", "seq-mask-tis"):
-        raise ValueError(f"truncated_importance_sampling_type is {kind!r}; allowed: tis, icepop, seq-mask-tis")
     if not s["use_importance_sampling_correction"]:
         raise ValueError(f"truncated_importance_sampling_type {kind!r} needs use_importance_sampling_correction: true")
     if high is None or (low is None and kind != "tis"):
-        missing = "ratio" if high is None else "ratio_min"
-        raise ValueError(f"{kind} needs truncated_importance_sampling_{missing}")
+        raise ValueError(f"{kind} needs {top if high is None else bottom}")
+    high = require_positive(top, high)
+    low = 0.0 if low is None else require_positive(bottom, low, zero=kind == "tis" or whole, finite=True)
+    if low > high:
+        raise ValueError(f"{bottom} is {low} and {top} {high}; they must satisfy low <= high")
     if kind == "seq-mask-tis" and whole:
         raise ValueError("NeMo RL refuses seq-mask-tis with sequence_level_importance_ratios")
     mode = {"tis": "sequence-tis", "icepop": "sequence-mask"}[kind] if whole else kind
     notes = [GSPO_NOTE] if whole else []
     if kind == "seq-mask-tis":
         notes.append("NeMo RL: a non-finite token counts as ratio 1 in the geometric mean; here it is left out")
-    return mode, float(low or 0.0), float(high), notes
+    return mode, low, high, notes
 
 
 def _write_nemo_rl(mode: str, low: float, high: float) -> tuple[dict[str, Any], list[str]]:
@@ -182,16 +194,26 @@ def _write_nemo_rl(mode: str, low: float, high: float) -> tuple[dict[str, Any], 
 # ---- verl -------------------------------------------------------------------------------------------
 
 
-def _bounds(text: Any) -> tuple[float | None, float]:
-    """verl's threshold: a number is an upper bound, "0.5_5.0" both."""
-    low, _, high = str(text).rpartition("_")
-    return (float(low) if low else None), float(high)
+def _bounds(name: str, threshold: Any) -> tuple[float | None, float]:
+    """verl's threshold: a number, which may be text, is an upper bound, "0.5_5.0" both."""
+    texts = threshold.split("_", 1) if isinstance(threshold, str) else []
+    try:
+        if any("_" in text for text in texts):
+            raise ValueError("more than two numbers")
+        *low, high = [require_positive(name, value) for value in [float(text) for text in texts] or [threshold]]
+        if low and (low[0] > high or low[0] == math.inf):
+            raise ValueError("a lower bound above the upper one")
+    except ValueError as error:
+        allowed = "a number above 0, or text 'low_high' with 0 < low <= high"
+        raise ValueError(f"{name} is {threshold!r}, of type {type(threshold).__name__}; allowed: {allowed}") from error
+    return (low[0] if low else None), high
 
 
 def _read_verl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
     level, rs = s["rollout_is"], s["rollout_rs"]
-    if level not in (None, "token", "sequence"):
-        raise ValueError(f"rollout_is is {level!r}; allowed: null, token, sequence")
+    require_choice("rollout_is", level, (None, "token", "sequence"))
+    for key in ("bypass_mode", "rollout_is_batch_normalize"):
+        require_choice(key, s[key], (True, False))
     if s["bypass_mode"]:
         raise NoEquivalent(
             "verl's bypass mode takes the rollout's log-probs as the old policy's, so the clipped ratio holds the "
@@ -199,7 +221,7 @@ def _read_verl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
         )
     if s["rollout_is_batch_normalize"]:
         raise NoEquivalent("verl's rollout_is_batch_normalize divides weights by their mean; no mode here does")
-    low, high = (None, math.inf) if level is None else _bounds(s["rollout_is_threshold"])
+    low, high = (None, math.inf) if level is None else _bounds("rollout_is_threshold", s["rollout_is_threshold"])
     if rs is not None:
         return _read_verl_rejection(level, low, high, rs, s["rollout_rs_threshold"])
     if level is None:
@@ -213,6 +235,8 @@ def _read_verl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
 
 def _read_verl_rejection(level, low, high, rs, threshold) -> tuple[str, float, float, list[str]]:
     pairs = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "token"}
+    if not isinstance(rs, str):
+        raise ValueError(f"rollout_rs is {rs!r}, of type {type(rs).__name__}; allowed: None, or text as 'token_k1'")
     if rs not in pairs:
         raise NoEquivalent(f"rollout_rs {rs!r}: only one of {', '.join(pairs)} has a counterpart here")
     if threshold is None:
@@ -222,8 +246,10 @@ def _read_verl_rejection(level, low, high, rs, threshold) -> tuple[str, float, f
             f"rollout_rs {rs!r} with rollout_is {level!r}: a kept token would weigh "
             f"{'1' if level is None else 'by the ' + level}; a counterpart here needs rollout_is {pairs[rs]!r}"
         )
-    k1_low, k1_high = _bounds(threshold)
+    k1_low, k1_high = _bounds("rollout_rs_threshold", threshold)
     bottom, top = 1 / k1_high, k1_high if k1_low is None else 1 / k1_low
+    if not 0 < bottom <= top < math.inf:
+        raise ValueError(f"rollout_rs_threshold is {threshold!r}; allowed: finite, >= 1, or 'low_high' above 0")
     reach = math.exp(20) if rs == "seq_mean_k1" else top
     if low is not None or high < reach:
         raise NoEquivalent(
@@ -273,10 +299,12 @@ TRL_MODES = {
 def _read_trl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
     kind = s["vllm_importance_sampling_mode"]
     low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]
-    if kind not in TRL_MODES:
-        raise ValueError(f"vllm_importance_sampling_mode is {kind!r}; allowed: {', '.join(TRL_MODES)}")
+    require_choice("vllm_importance_sampling_mode", kind, tuple(TRL_MODES))
+    require_choice("vllm_importance_sampling_correction", s["vllm_importance_sampling_correction"], (True, False))
     if not s["vllm_importance_sampling_correction"]:
         return "none", 0.0, math.inf, []
+    low = None if low is None else require_positive("vllm_importance_sampling_clip_min", low, zero=True, finite=True)
+    high = None if high is None else require_positive("vllm_importance_sampling_clip_max", high)
     if low is not None and high is not None and low >= high:
         raise ValueError(f"vllm_importance_sampling_clip_min {low} must be less than clip_max {high}")
     if low is None and high is None and kind.endswith("truncate"):
@@ -284,7 +312,7 @@ def _read_trl(s: dict[str, Any]) -> tuple[str, float, float, list[str]]:
     notes = []
     if kind.startswith("sequence"):
         notes.append("TRL: a sequence's ratio is the product, whose spread grows with its length")
-    if kind == "token_mask" and low is None:
+    if kind == "token_mask" and not low:
         low = 1 / UNBOUNDED  # below exp(-20), so it rejects nothing
     return TRL_MODES[kind], low or 0.0, math.inf if high is None else high, notes
 

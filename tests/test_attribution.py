@@ -73,7 +73,21 @@ def test_a_row_is_what_one_gets_by_hand(model, samples, tables):
     assert row["in_k3"] == pytest.approx(report.gen_kl_error, rel=0.05)
     assert row["in_mean_abs_low"] < row["in_mean_abs"] < row["in_mean_abs_high"]
     assert (row["layer"], row["side"], row["tensor"]) == (1, "rollout", "weight+activation")
-    assert tables[0]["flops_share"].sum() == pytest.approx(1)
+    weights = {n: model.get_submodule(n).weight.numel() for n in tables[0]["name"]}
+    assert list(tables[0]["flops_share"]) == [weights[n] / sum(weights.values()) for n in tables[0]["name"]]
+
+
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+@pytest.mark.parametrize("by", ["module", "layer"])
+def test_shares_of_a_moe_count_its_experts(side, by):
+    """By hand: a token meets 2 of 8 experts of 3 x 128 x 128 weights, and 4 x 128 x 128 of attention, in each layer."""
+    moe, tokens = load_model("tiny-qwen3-moe"), torch.arange(4, 36).view(4, 8)
+    table = attribute(moe, PrecisionPlan.preset("fp8-e2e"), tokens, side=side, by=by, sweeps=())
+    assert len(table) == {"module": 16, "layer": 4}[by] and table["flops_share"].sum() == pytest.approx(4 / (4 + 2 * 3))
+    kept = PrecisionPlan.preset("fp8-e2e").with_bf16(modules=[f"model.layers.{i}.mlp.experts" for i in (0, 1)])
+    table = attribute(moe, kept, tokens, side=side, by=by, sweeps=())
+    assert table["flops_share"].sum() == pytest.approx(4 / (4 + 3))
+    assert table.set_index("name").loc[recommend(table, 0.3), "flops_share"].sum() <= 0.3
 
 
 def test_the_model_is_left_as_it_was(model, samples):

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
 
-from fp8lab import bench
+from fp8lab import bench, cli
+from fp8lab.cli import main
 from fp8lab.quantizers import BlockQuantizer
 from fp8lab.runlog import write_marked
 
@@ -35,8 +37,10 @@ def test_quantize_reports_ratios_goals_and_what_was_not_measured():
     ratio = {row["name"]: row["ratio"] for row in result["rows"]}
     assert result["goals"][1]["measured"] == ratio["fp8lab 128x128"]
     text = bench.as_text(json.loads(json.dumps(result)))
-    if "torchao emulation 1x128" not in names:
-        assert "torchao's emulation was not measured: No module named" in text
+    if "torchao emulation 1x128" in names:
+        assert f"beside torchao 0.18.0 (torch {torch.__version__}) on 1 threads" in text
+    else:
+        assert "torchao's emulation was not measured: no torchao; `make test`" in text
     assert text.count("goal ") == 3 and "kernels compiled in this run" in text
 
 
@@ -59,6 +63,64 @@ def test_goals_go_between_the_marks_of_a_readme(tmp_path):
     assert "2 threads, torch 2.13.0; it took a while; vllm was not measured." in text and "old" not in text
     with pytest.raises(ValueError, match="no lines '<!-- other -->'"):
         write_marked(readme, "other", "text")
+
+
+def test_torchaos_reference_is_found_without_triton_and_is_its_quantizer(monkeypatch, tmp_path):
+    reference, name = bench.torchao_reference()
+    if reference is None:
+        pytest.skip(name)
+    assert name == "torchao 0.18.0"
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    codes, scale = reference(x)
+    ours = BlockQuantizer((1, 128), rule="torchao").quantize(x)
+    assert torch.equal(codes.view(torch.uint8), ours.codes) and torch.equal(scale, ours.scale)
+    monkeypatch.delenv("FP8LAB_REFERENCES")  # what conftest.py found
+    assert bench.torchao_reference()[1] == name
+    monkeypatch.setenv("FP8LAB_REFERENCES", str(tmp_path))
+    reference, why_not = bench.torchao_reference()
+    assert reference is None and f"no torchao; `make test` puts it into {tmp_path}" in why_not
+
+
+def test_a_peer_is_named_with_versions_threads_and_settings():
+    found = bench.peer("vllm 0.32.0", "transformers", enforce_eager=True)
+    versions = f"transformers {metadata.version('transformers')}, torch {torch.__version__}"
+    phrase = f"vllm 0.32.0 ({versions}) on 1 threads, enforce_eager=True"
+    assert bench.peer_text(json.loads(json.dumps(found))) == phrase
+    result = {"bench": "x", "goals": [], **bench.machine(["TRL was not measured"], [found])}
+    assert bench.goals_table([result]).endswith(
+        f"1 threads, torch {torch.__version__}; {phrase}; TRL was not measured."
+    )
+
+
+@pytest.mark.parametrize("what", ["quantize", "linear", "rollout", "step"])
+def test_one_benchmark_does_not_replace_the_table_of_all(what, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench -->\nold\n<!-- end bench -->\n")
+    assert main(["bench", what, "--readme", str(readme)]) == 1
+    assert f"found '{what}': use `bench all`" in capsys.readouterr().err and "old" in readme.read_text()
+
+
+def test_a_readme_is_looked_at_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_bench_alone", lambda *a: pytest.fail("a benchmark was started"))
+    readme = tmp_path / "README.md"
+    assert main(["bench", "all", "--readme", str(readme)]) == 1
+    assert f"no file {readme}; --readme takes a Markdown file with the lines <!-- bench -->" in capsys.readouterr().err
+    for text, missing in (("a table", "<!-- bench -->"), ("<!-- bench -->\nold\n", "<!-- end bench -->")):
+        readme.write_text(text)
+        assert main(["bench", "all", "--readme", str(readme)]) == 1
+        assert f"has no line '{missing}'" in capsys.readouterr().err and readme.read_text() == text
+
+
+def test_all_benchmarks_go_into_the_readme(tmp_path, monkeypatch):
+    def alone(name, arguments):
+        return {"bench": name, "goals": [bench.goal(f"of {name}", 1, 2)], **bench.machine([])}
+
+    monkeypatch.setattr(cli, "_bench_alone", alone)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench -->\nold\n<!-- end bench -->")
+    assert main(["bench", "all", "--json", "--readme", str(readme)]) == 0
+    rows = [line for line in readme.read_text().splitlines() if "| of " in line]
+    assert rows == [f"| {name} | of {name} | 1.00 | 2 | met |" for name in bench.benches()]
 
 
 def test_linear_reports_both_goals_and_the_error_of_each_gemm():

@@ -1,11 +1,13 @@
 """The command line, called as a function: output, JSON, exit status, and errors that say what to do."""
 
+import argparse
 import json
 
 import pytest
 import yaml
 
-from fp8lab.cli import main
+from fp8lab.cli import _parser, main
+from fp8lab.cli_sweep import count
 
 TINY = {
     "about": "a test",
@@ -65,7 +67,6 @@ def test_run_resume_and_runs(recipe, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["run", "nope"], "no recipe 'nope'; allowed: bf16, "),
-        (["run", "bf16", "--steps", "0"], "steps is 0"),
         (["resume", "nowhere"], "no run directory"),
         (["runs", "nowhere"], "no folder nowhere"),
     ],
@@ -97,6 +98,45 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0 and "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "1.5", "nan", "two", ""])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run bf16 --steps",
+        "run bf16 --threads",
+        "resume here --threads",
+        "check fp8-e2e --gpus",
+        "diagnose tiny-llama --out here --tokens",
+        "diagnose tiny-llama --out here --threads",
+        "bench linear --rounds",
+        "bench linear --threads",
+        "sweep bf16 --out here --steps",
+        "sweep bf16 --out here --workers",
+        "sweep bf16 --out here --threads",
+    ],
+)
+def test_counts_are_integers_from_1(command, value, capsys):
+    words = command.split()
+    with pytest.raises(SystemExit) as stop:
+        main([*words, value])
+    assert stop.value.code == 2 and f"argument {words[-1]}: {value!r} is not an integer >= 1" in capsys.readouterr().err
+
+
+def test_no_option_takes_any_integer_for_a_count():
+    """A new option is a count, or the seed."""
+
+    def options(parser):
+        for action in parser._actions:
+            for below in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+                yield from options(below)
+            yield action
+
+    plain = {name for action in options(_parser()) if action.type is int for name in action.option_strings}
+    counts = {name for action in options(_parser()) if action.type is count for name in action.option_strings}
+    assert plain == {"--seed"}
+    assert counts == {"--steps", "--threads", "--gpus", "--tokens", "--rounds", "--workers"}
 
 
 def test_wrong_usage_is_status_2(capsys):

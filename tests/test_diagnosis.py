@@ -9,9 +9,11 @@ import torch
 
 from fp8lab.attribution import attribute_kv
 from fp8lab.cli import main
-from fp8lab.diagnosis import PARTS, conclusion, diagnose, diagnose_model, perplexity
+from fp8lab.diagnosis import BUDGETS, PARTS, conclusion, diagnose, diagnose_model, perplexity
+from fp8lab.diagnostics import k3
 from fp8lab.models import load_model
 from fp8lab.precision import PrecisionPlan
+from fp8lab.scoring import score_side, shared_copy
 
 TEXT = "".join(f"{a}+{b}={a + b}" for a in range(10, 40) for b in range(7, 40, 9))
 
@@ -77,6 +79,75 @@ def test_a_plan_with_an_fp8_kv_cache_is_calibrated_on_the_tokens():
     assert 0 < gap["mean_abs_low"] < gap["mean_abs"] and "No gap" not in found.as_markdown()
     kv = attribute_kv(model, PrecisionPlan.preset("fp8-e2e-kv"), tokens)  # among BF16 linears
     assert 0 < kv["in_k3"].sum() < gap["policy_kl_error"]  # FP8 linears round what it moved to other codes: more gap
+
+
+def test_a_moe_says_what_is_not_attributed_and_how_much_of_the_gap_is_left():
+    """Its fused experts: 2 of 8 of them, 6 / 10 of the planned FLOPs. By hand: attention kept in BF16 by the plan."""
+    plan, model = PrecisionPlan.preset("fp8-rollout"), load_model("tiny-qwen3-moe")
+    tokens = torch.randint(4, 90, (24, 16), generator=torch.Generator().manual_seed(0))
+    found = diagnose(model, plan, tokens)
+    missing = found.summary["not_attributed"]
+    assert missing["expert_tensors"] == 8 and missing["flops_share"] == pytest.approx(0.6) and not missing["attention"]
+    names = list(found.layers["name"])
+    assert len(names) == 16 and all(name.split(".")[3] == "self_attn" for name in names)
+    assert found.layers["flops_share"].sum() == pytest.approx(0.4)
+    assert len(found.fallbacks) == 1 + len(BUDGETS) and found.fallbacks["flops_kept"].max() <= max(BUDGETS) + 1e-9
+    rest, mask = tokens[12:], torch.ones(12, 16, dtype=torch.bool)  # attribution took the first half
+    mask[:, 0] = False
+    work, kept = shared_copy(model), plan.with_bf16(modules=["self_attn.*"], side="rollout")
+    bf16, whole, left = (
+        score_side(work, p, s, rest, 1.0) for p, s in ((plan, "trainer"), (plan, "rollout"), (kept, "rollout"))
+    )
+    share = k3(bf16 - left)[mask].mean() / k3(bf16 - whole)[mask].mean()
+    assert missing["k3_left"] == pytest.approx(share.item(), rel=1e-6) and 0 < missing["k3_left"] < 1
+    assert missing["k3_left_low"] < missing["k3_left"] < missing["k3_left_high"]
+    said = (
+        f"fused experts (8 tensors, 60% of the FP8-planned FLOPs); with all attributed modules in BF16, {share:.0%} ["
+    )
+    assert (
+        said in conclusion(found)
+        and said in found.as_markdown()
+        and "The ten attributed modules" in found.as_markdown()
+    )
+    assert json.loads(json.dumps(found.as_dict()))["not_attributed"] == missing
+    both = conclusion(diagnose(model, PrecisionPlan.preset("fp8-e2e"), tokens))
+    assert "No gap" in both and "fused experts (8 tensors" in both and "is not known" in both
+
+
+def test_what_is_not_attributed_of_a_dense_model_is_nothing_or_its_cache():
+    found = diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), tokens=64)
+    assert found.summary["not_attributed"] == {} and "ot attributed" not in found.as_markdown()
+    assert "The ten modules" in found.as_markdown() and found.layers["flops_share"].sum() == pytest.approx(1)
+    found = diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout-kv"), tokens=64)  # sampled with an FP8 cache
+    missing = found.summary["not_attributed"]
+    assert (missing["expert_tensors"], missing["flops_share"], missing["attention"]) == (0, 0, True)
+    left = f"with all attributed modules in BF16, {missing['k3_left']:.0%} ["
+    assert f"**Not attributed:** the FP8 KV cache and attention; {left}" in conclusion(found)
+
+
+@pytest.mark.parametrize("text", [None, TEXT])
+@pytest.mark.parametrize("tokens", [0, -5, 2.5, True, "64", None, float("nan")])
+def test_tokens_are_a_count(tokens, text):
+    with pytest.raises(ValueError, match=r"tokens is .*; it must be an integer >= (1|64)$"):
+        diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), text, tokens=tokens)
+
+
+def test_a_text_wants_a_window_of_tokens():
+    with pytest.raises(ValueError, match="tokens is 63, of type int; it must be an integer >= 64"):
+        diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), TEXT, tokens=63)
+    with pytest.raises(ValueError, match="the text has 5 tokens; one window takes 64: give a longer text"):
+        diagnose_model("tiny-llama", PrecisionPlan.preset("fp8-rollout"), "1+2=3", tokens=64)
+
+
+def test_few_tokens_of_a_real_model_are_called_few(monkeypatch):
+    model, tokens = load_model("tiny-llama"), torch.arange(4, 68).view(4, 16)
+    assert "tokens are fewer than" not in diagnose(model, PrecisionPlan.preset("fp8-rollout"), tokens).as_markdown()
+    monkeypatch.setattr("fp8lab.diagnosis.REAL_MODEL", 100_000)
+    found = diagnose(model, PrecisionPlan.preset("fp8-rollout"), tokens)
+    assert "**60 tokens are fewer than the 4,000 that a figure of a real model needs" in found.as_markdown()
+    assert found.as_dict()["warning"].startswith("60 tokens")
+    monkeypatch.setattr("fp8lab.diagnosis.REAL_TOKENS", 60)
+    assert diagnose(model, PrecisionPlan.preset("fp8-rollout"), tokens).summary["warning"] == ""
 
 
 def test_perplexity_by_hand():

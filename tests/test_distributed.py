@@ -21,6 +21,7 @@ from fp8lab.grpo import GRPOConfig
 from fp8lab.models import load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
+from fp8lab.routing import record_routes, routes_at
 from fp8lab.runlog import RunLog
 from fp8lab.trainer import Trainer
 
@@ -248,9 +249,11 @@ def test_shares_are_equal_and_cover_everything(monkeypatch):
 def test_gathered_rollouts_are_one_rollout(monkeypatch):
     """Gathering the halves of a rollout, as two engines would have made them, gives it back."""
     model, tokenizer = load_model("tiny-qwen3-moe"), load_tokenizer("tiny-qwen3-moe")
-    engine = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer)
-    sampling = SamplingParams(n=2, temperature=1.0, max_tokens=4)
-    parts = [engine.generate(prompts, sampling, seed=0) for prompts in (["1+2=", "3+4="], ["5+6=", "17+81="])]
+    engine, parts = NativeEngine(model, PrecisionPlan.preset("bf16"), tokenizer=tokenizer), []
+    for prompts in (["1+2=", "3+4="], ["5+6=", "17+81="]):
+        with record_routes(engine.model) as recording:
+            parts.append(engine.generate(prompts, SamplingParams(n=2, temperature=1.0, max_tokens=4), seed=0))
+        parts[-1] = recording.add_to(parts[-1])
     monkeypatch.setattr(distributed, "gather", lambda value: parts)
     both = distributed.gather_rollout(parts[0])
     assert both.completions == parts[0].completions + parts[1].completions
@@ -260,8 +263,9 @@ def test_gathered_rollouts_are_one_rollout(monkeypatch):
             assert torch.equal(getattr(both, name)[rows, :width], getattr(part, name))
             assert not getattr(both, name)[rows, width:].any()
         assert torch.equal(both.lengths[rows], part.lengths) and torch.equal(both.finished[rows], part.finished)
-        if part.routes is not None:
-            assert torch.equal(both.routes[rows, :width], part.routes) and bool((both.routes[rows, width:] == -1).all())
+        assert torch.equal(both.routes[rows, :width], part.routes) and bool((both.routes[rows, width:] == -1).all())
+    own = routes_at(both, torch.arange(8), torch.zeros(8, 1, dtype=torch.long))  # checked against the gathered tokens
+    assert torch.equal(own[:, 0], both.routes[:, 0])
 
 
 if __name__ == "__main__":

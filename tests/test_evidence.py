@@ -93,6 +93,19 @@ def test_what_the_moe_study_found(evidence):
     assert evidence.table(summary) in (STUDY.parent / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["uncorrected", "moe-uncorrected"])
+def test_what_the_uncorrected_studies_found(evidence, name):
+    """Issue 7: without correction, dense and MoE, at the default scales; the words in both READMEs say the same."""
+    from fp8lab.compare import value_text
+
+    summary = json.loads((STUDY.parent / f"{name}.json").read_text())
+    difference = summary["paired_differences"]["fp8-rollout, no correction - bf16"]
+    assert len(summary["seeds"]) >= 5 and difference["equivalent_within_margin"]
+    assert difference["token_mult_prob_error"]["low"] > 0.01
+    assert evidence.table(summary) in (STUDY.parent / "README.md").read_text(encoding="utf-8")
+    assert value_text(difference["accuracy_last"], 4, "+") in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_first_layer_makes_more_of_the_gap_than_the_last(evidence):
     """On tiny-llama, by mismatch without training, at the same FLOPs: not what was published for large models."""
     sets = {row["set"]: row for row in json.loads((STUDY.parent / "fallback-sets.json").read_text())["sets"]}

@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +54,48 @@ def test_a_dry_run_goes_through_every_section(tmp_path, capsys):
     text = (tmp_path / "gpu-check.md").read_text()
     assert text in capsys.readouterr().out
     assert "stands in for TE's" in text and "stands in for vLLM" in text and "skipped" not in text
+
+
+IMAGE = """
+accelerate annotated-doc anyio attrs certifi charset-normalizer click filelock fsspec h11 hf-xet httpcore httpx
+huggingface-hub idna jinja2 llvmlite markdown-it-py markupsafe mdurl ml-dtypes mpmath msgpack narwhals networkx numba
+numpy packaging pandas peft pillow protobuf psutil pyarrow pygments python-dateutil pyyaml regex requests rich
+safetensors scikit-learn scipy sentencepiece setuptools shellingham six sympy tokenizers torch tqdm transformers triton
+typer typing-extensions urllib3 xxhash
+httpcore2 httpx2 truststore
+""".split()
+"""What the image of the GPU machine has of what could be installed here (the last line: what huggingface-hub became
+since), and this package; nothing else is found."""
+
+ON_THE_IMAGE = """
+import importlib.metadata, re, sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+allowed = {"fp8lab", *sys.argv[2:]}
+normal = lambda name: re.sub("[-_.]+", "-", name).lower()
+owners = importlib.metadata.packages_distributions()
+absent = {module for module, names in owners.items() if not allowed & {normal(name) for name in names}}
+
+class Image(PathFinder):
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Image if finder is PathFinder else finder for finder in sys.meta_path]
+assert {"datasets", "plotly", "ipywidgets"} <= absent
+from fp8lab.gpucheck import gpu_check
+report = gpu_check(Path(sys.argv[1]), dry=True)
+print({name: section.get("error") for name, section in report["sections"].items() if not section["ok"]})
+print(sorted(absent & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_it_needs_nothing_that_the_image_of_the_gpu_machine_lacks(tmp_path, root):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", ON_THE_IMAGE, str(tmp_path), *IMAGE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["{}", "[]"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -2,15 +2,16 @@
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
 
-from fp8lab.conversion import restore
+from fp8lab.conversion import convert, restore
 from fp8lab.diagnostics import differing_layers
 from fp8lab.models import load_model, load_tokenizer, named_weights
 from fp8lab.precision import PrecisionPlan
-from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
+from fp8lab.rollout import NativeEngine, Rollout, SamplingParams, VLLMEngine
 from fp8lab.rollout.engine import GenerationStopped
 from fp8lab.rollout.sampling import draw, processed_logprobs
 from fp8lab.trainer import GRPOConfig, Trainer
@@ -195,6 +196,21 @@ def test_bad_prompts_are_refused_and_the_engine_stays_usable(engine):
     ]:
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts, SamplingParams(), seed=0)
+    size = engine.model.config.vocab_size
+    for prompts, message in [
+        ([[1], [1, 10**6]], f"prompt 1 .* has token id 1000000; this model's vocabulary of {size} tokens"),
+        ([[1, size]], f"prompt 0 .* has token id {size}; .* ids 0 to {size - 1}"),
+        ([[1, -3]], "prompt 0 .* has token id -3"),
+        ([[1.5, 2.0]], "prompt 0 is .* list of integers"),
+        (["1+1=", 5], "prompt 1 is '5'; a prompt must be a string, or a list of integers"),
+        ([None], "prompt 0 is 'None'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, SamplingParams(), seed=0)
+    sampling, ids = SamplingParams(max_tokens=4), [[1, size - 1, 0]]
+    plain = engine.generate(ids, sampling, seed=0)
+    for same in (torch.tensor(ids), torch.tensor(ids).numpy()):
+        assert torch.equal(plain.tokens, engine.generate(same, sampling, seed=0).tokens)
     longest = engine.generate(["1" * (limit - 2)], SamplingParams(max_tokens=10), seed=0)
     assert longest.mask.sum() <= 2  # room for two tokens, then the context is full
     assert engine.generate(["1+1="], SamplingParams(), seed=0).mask.any()
@@ -209,6 +225,44 @@ def test_weights_that_are_not_finite_are_named(engine):
         with pytest.raises(ValueError, match=rf"{name} has 1 values that are NaN or infinite"):
             engine.refit(bad)
         assert all(torch.equal(tensor, good[key]) for key, tensor in named_weights(engine.model).items())
+
+
+def test_a_model_that_is_not_finite_makes_no_engine(tokenizer, tmp_path):
+    model, plan = load_model("tiny-llama"), PrecisionPlan.preset("fp8-e2e")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    for value in (float("nan"), float("-inf")):
+        with torch.no_grad():
+            model.get_parameter(name)[3, 5] = value
+        with pytest.raises(ValueError, match=rf"no engine was made .* {name} has 1 values that are NaN or infinite"):
+            NativeEngine(model, plan, tokenizer=tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"no engine was made .* {name}"):
+        NativeEngine(str(tmp_path), plan)
+
+
+@pytest.mark.parametrize("plan", ["fp8-e2e", "bf17", None, {}, 3])
+def test_what_is_no_plan_is_named(plan, engine):
+    meant = plan if plan == "fp8-e2e" else "fp8-e2e"
+    message = re.escape(f"plan is {plan!r}; it must be a PrecisionPlan, such as PrecisionPlan.preset({meant!r})")
+    with pytest.raises(ValueError, match=message):
+        NativeEngine("tiny-llama", plan)
+    with pytest.raises(ValueError, match=message):
+        convert(load_model("tiny-llama"), plan, side="trainer")
+    if plan is not None:
+        with pytest.raises(ValueError, match=message):
+            VLLMEngine("tiny-llama", plan)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"raw_logprobs": True}])
+@pytest.mark.parametrize("bad", [[0.0, float("nan")], [float("inf"), 0.0], [float("-inf")] * 2])
+def test_logits_that_are_no_distribution_are_named(bad, sampling):
+    logits = torch.tensor([[1.0, float("-inf")], bad, [0.0, 2.0]])
+    uniform = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"1 of 3 rows of logits are no distribution \(first: row 1\)"):
+        draw(logits, uniform, SamplingParams(**sampling))
+    tokens, logprobs = draw(logits[[0, 2]], uniform[:2], SamplingParams(temperature=0.01))
+    assert tokens.tolist() == [0, 1] and logprobs.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("plan", ["bf16", "fp8-e2e"])
@@ -237,9 +291,15 @@ def test_a_refit_that_was_interrupted_must_be_repeated(tokenizer, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.refit(weights)
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="refit once more"):
-        engine.generate(PROMPTS, SamplingParams(), seed=0)
+    for call in (
+        lambda: engine.generate(PROMPTS, SamplingParams(), seed=0),
+        lambda: engine.calibrate(PROMPTS),
+        lambda: engine.check_same_bytes(engine),
+    ):
+        with pytest.raises(RuntimeError, match="refit once more"):
+            call()
     engine.refit(weights)
+    assert engine.check_same_bytes(engine) == {}
     assert engine.generate(PROMPTS, SamplingParams(), seed=0).mask.any()
 
 
@@ -306,9 +366,31 @@ def test_stats_and_close():
         lambda: engine.generate(PROMPTS, SamplingParams(), seed=0),
         lambda: engine.refit({}),
         lambda: engine.calibrate(PROMPTS),
+        lambda: engine.check_same_bytes(engine),
+        lambda: engine.attention_scales,
     ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
+    assert engine.stats() == stats
+
+
+def test_calibration_refuses_tokens_the_model_does_not_have(tokenizer):
+    engine = NativeEngine("tiny-llama", PrecisionPlan.preset("fp8-e2e-kv"))
+    size = engine.model.config.vocab_size
+    with pytest.raises(ValueError, match=f"prompt 0 .* has token id {size}"):
+        engine.calibrate([[size]])
+    engine.calibrate(PROMPTS)
+    scales = engine.attention_scales
+    rollout = engine.generate(PROMPTS, SamplingParams(n=2), seed=0)
+    row = int(rollout.lengths.argmin())
+    assert rollout.lengths[row] < rollout.tokens.shape[1]
+    rollout.tokens[row, -1] = -1
+    engine.calibrate(rollout)  # padding is read by nobody
+    expected = engine.attention_scales
+    rollout.tokens[row, 0] = -1
+    with pytest.raises(ValueError, match=f"sequence {row} of the rollout has token id -1"):
+        engine.calibrate(rollout)
+    assert engine.attention_scales == expected != scales
 
 
 def test_processed_and_raw_logprobs_against_the_trainers_score(engine):
@@ -327,7 +409,10 @@ def test_processed_and_raw_logprobs_against_the_trainers_score(engine):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", -1)],
+    [
+        *[("n", 0), ("max_tokens", 0), ("top_p", 0.0), ("top_k", -1)],
+        *[("temperature", value) for value in (-1.0, float("nan"), float("inf"), 1e-45, 0.009)],
+    ],
 )
 def test_bad_sampling_parameters(field, value):
     with pytest.raises(ValueError, match=field):

@@ -267,3 +267,70 @@ def test_routes_that_do_not_fit_the_rollout(recorded):
     with pytest.raises(ValueError, match="1 tokens have no recorded routes"):
         trainer.score(dataclasses.replace(routed, routes=holes))
     assert routes_at(rollout, torch.arange(2), torch.zeros(2, 1, dtype=torch.long)) is None
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """Two recorded rollouts of equal shape, with other tokens, and the trainer they are for."""
+    engine, twins = NativeEngine(MODEL, ROLLOUT_ONLY), []
+    for prompts in (["12+7=", "34+5="], ["91-2=", "48*6="]):
+        with record_routes(engine.model) as recording:
+            twins.append(engine.generate(prompts, SamplingParams(n=4, max_tokens=1), seed=0))
+        twins[-1] = recording.add_to(twins[-1])
+    a, b = twins
+    assert (
+        a.tokens.shape == b.tokens.shape and torch.equal(a.lengths, b.lengths) and not torch.equal(a.tokens, b.tokens)
+    )
+    return Trainer(MODEL, ROLLOUT_ONLY), a, b
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [
+        (lambda a, b: {"routes": b.routes}, r"first: row 0\) were not recorded for their tokens"),
+        (lambda a, b: {"tokens": b.tokens}, "first: row 0"),
+        (lambda a, b: {"routes": b.routes, "route_checksums": b.route_checksums}, "first: row 0"),
+        (lambda a, b: {"routes": torch.cat([a.routes[:4], b.routes[4:]])}, "first: row 4"),
+        (lambda a, b: {"routes": a.routes.roll(4, dims=0)}, "first: row 0"),
+        (lambda a, b: {"routes": a.routes.roll(1, dims=2)}, "first: row 0"),
+        (
+            lambda a, b: {"route_checksums": None},
+            "no checksums; put routes on a rollout with `rollout.with_routes",
+        ),
+        (lambda a, b: {"route_checksums": a.route_checksums[:4]}, "4 checksums for 8 rows"),
+    ],
+    ids=["routes", "tokens", "both", "half", "order", "layers", "unchecked", "cut"],
+)
+def test_routes_of_other_tokens_are_refused_where_they_are_used(twins, mix, message):
+    trainer, a, b = twins
+    wrong = dataclasses.replace(a, **mix(a, b))
+    with pytest.raises(ValueError, match=message):
+        trainer.score(wrong)
+    with pytest.raises(ValueError, match=message):
+        trainer.step(wrong, torch.arange(8) % 2)
+
+
+def test_with_routes_wants_the_tokens_they_were_recorded_for(twins):
+    trainer, a, b = twins
+    plain = dataclasses.replace(a, routes=None, route_checksums=None)
+    again = plain.with_routes(a.routes, a.tokens)
+    assert torch.equal(again.route_checksums, a.route_checksums) and again.routes.dtype == torch.int16
+    assert torch.equal(trainer.score(again), trainer.score(a))
+    with pytest.raises(ValueError, match=r"recorded for other tokens: \d+ of \d+ differ"):
+        plain.with_routes(b.routes, b.tokens)
+    with pytest.raises(ValueError, match="they must be .B, T, layers, k. and .B, T."):
+        plain.with_routes(a.routes[:4], a.tokens[:4])
+    changed = plain.with_routes(a.routes.roll(1, dims=2), a.tokens)  # asked for: another layer's experts
+    assert not torch.equal(trainer.score(changed), trainer.score(a))
+
+
+def test_rows_and_padding_keep_their_checksums(twins):
+    """Whole groups taken out, and columns of padding added, as gathering over processes does."""
+    trainer, a, _ = twins
+    fields = ("tokens", "logprobs", "mask", "prompt_lengths", "lengths", "finished", "routes", "route_checksums")
+    part = dataclasses.replace(a, completions=a.completions[4:], **{name: getattr(a, name)[4:] for name in fields})
+    wide = {name: torch.nn.functional.pad(getattr(part, name), (0, 3)) for name in ("tokens", "logprobs", "mask")}
+    routes = torch.nn.functional.pad(part.routes, (0, 0, 0, 0, 0, 3), value=NOT_RECORDED)
+    padded = dataclasses.replace(part, **wide, routes=routes)
+    torch.testing.assert_close(trainer.score(padded)[:, :-3], trainer.score(part), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trainer.score(part), trainer.score(a)[4:], rtol=0, atol=1e-6)

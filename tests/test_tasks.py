@@ -65,6 +65,40 @@ def test_folder_of_jsonl_and_of_parquet(tmp_path):
     assert load_task(str(tmp_path)).test["answer"][:] == ["1", "2"]
 
 
+@pytest.fixture
+def without_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+
+
+def test_without_datasets_the_rows_and_their_order_are_the_same(without_datasets, monkeypatch):
+    rows = load_task("arithmetic")
+    monkeypatch.undo()
+    task = load_task("arithmetic")
+    assert isinstance(rows.train, tasks.Rows) and not isinstance(task.train, tasks.Rows)
+    assert repr(rows) == repr(task) and rows.train.column_names == task.train.column_names
+    for split in tasks.SPLITS:
+        mine, theirs = getattr(rows, split), getattr(task, split)
+        assert mine[:] == theirs[:] and mine[7:3:-2] == theirs[7:3:-2] and mine[[5, 0, -1]] == theirs[[5, 0, -1]]
+        assert mine[3] == theirs[3] and mine["answer"] == theirs["answer"][:]
+    for step in (0, 187, 188):
+        assert prompt_batch(rows.train, 96, seed=3, step=step) == prompt_batch(task.train, 96, seed=3, step=step)
+
+
+def test_without_datasets_columns_are_the_first_rows(without_datasets, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    uneven = [{"prompt": "1+1=", "answer": "2"}, {"answer": "3", "level": 1}]
+    task = load_task(write(tmp_path, rows=uneven))
+    assert task.train[:] == {"prompt": ["1+1=", None], "answer": ["2", "3"]}
+    with pytest.raises(ValueError, match="found 0 rows"):
+        load_task(write(tmp_path, rows=[]))
+    for split in tasks.SPLITS:
+        (tmp_path / f"{split}.jsonl").unlink()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / f"{split}.parquet")
+    assert load_task(tmp_path).test[9] == {"prompt": "9+1=", "answer": "10"}
+
+
 def test_missing_files_name_what_is_there(tmp_path):
     write(tmp_path, splits=("train", "test"))
     with pytest.raises(FileNotFoundError, match=r"validation.*test\.jsonl.*train\.jsonl"):

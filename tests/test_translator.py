@@ -6,9 +6,12 @@ with their own guards.
 """
 
 import math
+import re
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8lab import translator
 from fp8lab.corrections import MODES, NEED_A_MINIMUM, weights
@@ -115,6 +118,7 @@ CASES = [
     ("trl", {VLLM + "mode": "token_truncate", VLLM + "clip_max": None, VLLM + "clip_min": 0.5}, "tis", 0.5, math.inf),
     ("trl", {VLLM + "mode": "token_mask", VLLM + "clip_min": 0.6}, "icepop", 0.6, 3),
     ("trl", {VLLM + "mode": "token_mask"}, "icepop", 1e-9, 3),
+    ("trl", {VLLM + "mode": "token_mask", VLLM + "clip_min": 0}, "icepop", 1e-9, 3),
     ("trl", {VLLM + "mode": "sequence_truncate", VLLM + "clip_min": 0.4}, "sequence-tis", 0.4, 3),
     ("trl", {VLLM + "mode": "sequence_mask", VLLM + "clip_min": 0.4, VLLM + "clip_max": 2}, "sequence-mask", 0.4, 2),
 ]  # fmt: skip
@@ -209,10 +213,10 @@ def test_verl_without_equivalent(keys, words):
         ("nemo_rl", {**ON, TIS + "type": "icepop", TIS + "ratio": 2}, "needs truncated_importance_sampling_ratio_min"),
         ("nemo_rl", {**ON, TIS + "type": "tis", TIS + "ratio": 2, TIS + "ratio_min": 3}, "low <= high"),
         ("nemo_rl", {**ON, TIS + "ratio": 2}, "without a type"),
-        ("nemo_rl", {**ON, TIS + "type": "mis", TIS + "ratio": 2}, "allowed: tis, icepop, seq-mask-tis"),
+        ("nemo_rl", {**ON, TIS + "type": "mis", TIS + "ratio": 2}, "allowed: None, tis, icepop, seq-mask-tis"),
         ("nemo_rl", {**ON, TIS + "type": "seq-mask-tis", TIS + "ratio": 2, TIS + "ratio_min": 1,
                      "sequence_level_importance_ratios": True}, "refuses seq-mask-tis"),
-        ("verl", {"rollout_is": "geometric"}, "allowed: null, token, sequence"),
+        ("verl", {"rollout_is": "geometric"}, "allowed: None, token, sequence"),
         ("verl", {"rollout_is": "token", "rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ("trl", {VLLM + "mode": "token"}, "allowed: token_truncate"),
         ("trl", {VLLM + "clip_min": 3.0}, "must be less than"),
@@ -224,6 +228,87 @@ def test_verl_without_equivalent(keys, words):
 def test_what_is_refused(framework, keys, words):
     with pytest.raises(ValueError, match=words):
         read(framework, keys)
+
+
+NOT_NUMBERS = ["x", "", True, math.nan, -1, -math.inf, [2], (1, 2), {"low": 1}, b"2", 1j, 10**400]
+NEMO_TIS = {**ON, TIS + "type": "tis", TIS + "ratio": 2}
+NEMO_ICEPOP = {**ON, TIS + "type": "icepop", TIS + "ratio": 5, TIS + "ratio_min": 0.5}
+NEMO_SEQUENCE = {**ON, TIS + "type": "seq-mask-tis", TIS + "ratio": 5, TIS + "ratio_min": 0.5}
+VERL_IS, VERL_RS = {"rollout_is": "token"}, {"rollout_is": "token", "rollout_rs": "token_k1"}
+VERL_SUM = {"rollout_is": "sequence", "rollout_is_threshold": 1e9, "rollout_rs": "seq_sum_k1"}
+PAIRS = ["0_2", "2_1", "-1_2", "nan_2", "1_nan", "inf_inf", "1_2_3", "a_b", "_2", "2_", "_", "0_0", "0.5 5", "0.5,5"]
+TRL_LOW = {VLLM + "mode": "token_mask", VLLM + "clip_max": None}
+BAD = [
+    ("nemo_rl", NEMO_TIS, TIS + "ratio", [*NOT_NUMBERS, 0, "2"]),
+    ("nemo_rl", NEMO_TIS, TIS + "ratio_min", [*NOT_NUMBERS, math.inf, 3, "0.5"]),
+    ("nemo_rl", NEMO_ICEPOP, TIS + "ratio_min", [*NOT_NUMBERS, math.inf, 6, 0]),
+    ("nemo_rl", NEMO_ICEPOP, TIS + "ratio", [*NOT_NUMBERS, 0, 0.1]),
+    ("nemo_rl", NEMO_SEQUENCE, TIS + "ratio_min", [*NOT_NUMBERS, math.inf, 6, 0]),
+    ("nemo_rl", NEMO_SEQUENCE, TIS + "ratio", [*NOT_NUMBERS, 0, 0.1]),
+    ("nemo_rl", NEMO_TIS, TIS + "type", [True, ["tis"], 1, {"tis": 1}, ""]),
+    ("nemo_rl", NEMO_TIS, "use_importance_sampling_correction", ["true", 1, None, [True]]),
+    ("nemo_rl", NEMO_TIS, "sequence_level_importance_ratios", ["false", 0, None, []]),
+    ("verl", VERL_IS, "rollout_is_threshold", [*NOT_NUMBERS, *PAIRS, 0, "0", "nan", "-1", None]),
+    ("verl", VERL_RS, "rollout_rs_threshold", [*NOT_NUMBERS, *PAIRS, 0, "0", "nan", 0.5, math.inf, "1_inf", 1e-320]),
+    ("verl", VERL_SUM, "rollout_rs_threshold", [*NOT_NUMBERS, *PAIRS, 0, 0.5, math.inf, "1_inf", "1e-320_1"]),
+    ("verl", {}, "rollout_is", [True, ["token"], 1, {"token": 1}, ""]),
+    ("verl", VERL_RS, "rollout_rs", [True, ["token_k1"], 1, {"token_k1": 2}]),
+    ("verl", VERL_IS, "bypass_mode", ["false", 0, None, []]),
+    ("verl", VERL_IS, "rollout_is_batch_normalize", ["false", 0, None, []]),
+    ("trl", {VLLM + "mode": "token_truncate"}, VLLM + "clip_max", [*NOT_NUMBERS, 0, "3"]),
+    ("trl", {}, VLLM + "clip_max", [*NOT_NUMBERS, 0, "3"]),
+    ("trl", {}, VLLM + "clip_min", [*NOT_NUMBERS, math.inf, 5, "0.5"]),
+    ("trl", TRL_LOW, VLLM + "clip_min", [*NOT_NUMBERS, math.inf, "0.5"]),
+    ("trl", {}, VLLM + "mode", [True, ["token_mask"], 1, {"token_mask": 1}, "", None]),
+    ("trl", {}, VLLM + "correction", ["false", 0, None, []]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("framework, keys, name, values", BAD)
+def test_a_value_that_a_key_does_not_take_is_named(framework, keys, name, values):
+    """The message has the setting, the value as it was given, and what is allowed."""
+    for value in values:
+        with pytest.raises(ValueError, match=name) as raised:
+            read(framework, {**keys, name: value})
+        message = str(raised.value)
+        shown = [repr(value), *([str(float(value))] if type(value) in (int, float) and abs(value) < 9 else [])]
+        assert not isinstance(raised.value, NoEquivalent) and any(text in message for text in shown), message
+        assert re.search(r"allowed: |must be |must satisfy |give a ", message), message
+
+
+@pytest.mark.parametrize("framework", REFERENCES)
+@given(data=st.data())
+def test_reading_anything_gives_a_setting_or_a_value_error(framework, data):
+    numbers = st.floats() | st.integers() | st.booleans() | st.none()
+    pairs = st.builds("{}_{}".format, st.floats(0), st.floats(0))
+    words = [*MODES, *translator.TRL_MODES, "token", "sequence", "token_k1", "seq_sum_k1", "seq_mean_k1"]
+    values = numbers | pairs | st.sampled_from(words) | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+    start = data.draw(st.sampled_from([keys for name, keys, *_ in CASES if name == framework]))
+    keys = start | data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(REFERENCES[framework][1], values)))
+    try:
+        found = read(framework, keys)
+    except ValueError:
+        return
+    assert found.mode in MODES and 0 <= found.low <= found.high and found.high > 0
+
+
+@pytest.mark.parametrize("settings", [None, [], "token", [("rollout_is", "token")], 2])
+def test_settings_that_are_no_dict(settings):
+    with pytest.raises(ValueError, match="settings is .*give a dict of verl keys"):
+        read("verl", settings)
+    with pytest.raises(ValueError, match="unknown keys .'2', 'x'."):
+        read("verl", {"x": 1, 2: 3})
+    with pytest.raises(ValueError, match="framework is .'verl'.; allowed"):
+        read(["verl"], {})
+
+
+@pytest.mark.parametrize("name, values", [("low", [*NOT_NUMBERS, "0.5", None]), ("high", [*NOT_NUMBERS, 0, "3", None])])
+def test_a_setting_checks_its_bounds(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} is .*; it must be a number"):
+            Setting(mode="tis", **{name: value})
+    with pytest.raises(ValueError, match="mode is .'tis'.; allowed: none"):
+        Setting(mode=["tis"])
 
 
 def test_trl_wants_bounds_apart():

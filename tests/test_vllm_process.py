@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from fp8lab.rollout import VLLMEngine, vllm_process
+from fp8lab.models import load_model, named_weights
+from fp8lab.rollout import SamplingParams, VLLMEngine, vllm, vllm_process
 
 
 @pytest.fixture
@@ -18,6 +19,32 @@ def no_vllm(monkeypatch):
 def test_without_vllm_the_error_says_what_to_run(no_vllm):
     with pytest.raises(ModuleNotFoundError, match="make vllm.*engine 'native'"):
         VLLMEngine("tiny-llama", None)
+
+
+def test_dropped_weights_must_come_back_before_anything_reads_them():
+    """sleep(2) with a stand-in for vLLM's LLM: waking brings no weights back, setting scales neither, a refit does."""
+    engine, calls = object.__new__(VLLMEngine), []
+    names = ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache")
+    engine.llm = type("LLM", (), {n: lambda self, *a, n=n, **k: calls.append(n) or True for n in names})()
+    engine._skeleton, engine._whole, engine.plan, engine.device = vllm.skeleton("tiny-llama"), True, None, "cpu"
+    engine.refits = 0
+    with pytest.raises(ValueError, match=r"sleep level is 3; allowed: 1 .*, 2"):
+        engine.sleep(3)
+    engine.sleep()
+    engine.wake()
+    assert engine.calibrate(None) == {}
+    engine.sleep(2)
+    engine.wake()
+    engine._push({})
+    for call in (
+        lambda: engine.generate(["1+1="], SamplingParams(), seed=0),
+        lambda: engine.calibrate(None),
+        lambda: engine.check_same_bytes(engine),
+    ):
+        with pytest.raises(RuntimeError, match=r"not whole: .* sleep\(2\) dropped them; refit"):
+            call()
+    engine.refit(named_weights(load_model("tiny-llama")))
+    assert engine.calibrate(None) == {} and calls.count("sleep") == 2
 
 
 def test_an_experiment_with_the_vllm_engine_says_so_too(no_vllm):

@@ -9,11 +9,15 @@ A `Rollout` lays every sequence out as prompt + completion + padding, from the l
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fp8lab.rollout.sampling import SamplingParams
 
@@ -40,7 +44,9 @@ class Rollout:
     sampling: SamplingParams
     routes: torch.Tensor | None = None
     """(B, T, layers, k) int16: the experts each token took, -1 where not recorded (see routing.py); the trainer replays
-    them."""
+    them. `with_routes` puts them here."""
+    route_checksums: torch.Tensor | None = None
+    """(B,) int64: `row_checksums` of tokens and routes, without which the routes are not replayed."""
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.logprobs.shape or self.tokens.shape != self.mask.shape:
@@ -48,6 +54,35 @@ class Rollout:
                 f"tokens {tuple(self.tokens.shape)}, logprobs {tuple(self.logprobs.shape)} and mask "
                 f"{tuple(self.mask.shape)} must have one shape (B, T)"
             )
+
+    def with_routes(self, routes: torch.Tensor, tokens: torch.Tensor) -> Rollout:
+        """This rollout with routes (B, T, layers, k) that were recorded for tokens (B, T), padded on the right.
+
+        ValueError if these are not the rollout's own tokens, or the routes have another B or T.
+        """
+        if routes.ndim != 4 or routes.shape[:2] != self.tokens.shape or tokens.shape != self.tokens.shape:
+            raise ValueError(
+                f"routes have shape {tuple(routes.shape)}, and their tokens {tuple(tokens.shape)}, for a rollout of "
+                f"{tuple(self.tokens.shape)}; they must be (B, T, layers, k) and (B, T) with its B and T"
+            )
+        real = torch.arange(tokens.shape[1]) < self.lengths[:, None]
+        if different := int((tokens != self.tokens)[real].sum()):
+            raise ValueError(
+                f"the routes were recorded for other tokens: {different} of {int(real.sum())} differ from this "
+                "rollout's; record this rollout itself"
+            )
+        routes = routes.to(torch.int16)
+        checksums = row_checksums(self.tokens, routes, self.lengths)
+        return dataclasses.replace(self, routes=routes, route_checksums=checksums)
+
+
+def row_checksums(tokens: torch.Tensor, routes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """A checksum (B,) int64 of each row's tokens (B, T) and routes (B, T, layers, k) int16, whatever its padding."""
+    sums = []
+    for row, of_row, length in zip(tokens, routes, lengths.tolist(), strict=True):
+        data = row[:length].contiguous().numpy().tobytes() + of_row[:length].contiguous().numpy().tobytes()
+        sums.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
+    return torch.tensor(sums, dtype=torch.long)
 
 
 class GenerationStopped(RuntimeError):
@@ -70,7 +105,7 @@ class RolloutEngine(Protocol):
 
         The same seed and weights give the same rollout. on_batch(done, total) is called after each batch of sequences.
         should_stop() is asked while decoding; once it says True, GenerationStopped is raised. Raises ValueError for no
-        prompts, an empty prompt, or one that leaves no room in the context.
+        prompts, an empty prompt, one that leaves no room in the context, or token ids that the model does not have.
         """
 
     def refit(self, source: Mapping[str, torch.Tensor] | Any) -> None:
@@ -94,23 +129,49 @@ class RolloutEngine(Protocol):
         """Free the model and its caches; any later call but close() raises RuntimeError."""
 
 
-def encode_prompts(prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: Any, limit: int) -> list[list[int]]:
-    """Token ids of each prompt; ValueError for no prompts, an empty one, or one that leaves no room in a context of
-    `limit` tokens."""
+def encode_prompts(
+    prompts: Sequence[str] | Sequence[Sequence[int]], tokenizer: Any, limit: int, vocabulary: int
+) -> list[list[int]]:
+    """Token ids of each prompt; ValueError for no prompts, an empty one, one that leaves no room in a context of
+    `limit` tokens, and ids that are not integers from 0 to vocabulary - 1."""
     if isinstance(prompts, str) or len(prompts) == 0:
         raise ValueError(f"prompts is {prompts!r}; give a non-empty list of strings or of token id lists")
     texts = [p for p in prompts if isinstance(p, str)]
     encoded = iter(tokenizer(texts, return_attention_mask=False).input_ids if texts else [])
-    ids = [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
-    for prompt, tokens in zip(prompts, ids, strict=True):
+    ids = [next(encoded) if isinstance(p, str) else _token_ids(i, p) for i, p in enumerate(prompts)]
+    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         if not tokens:
             raise ValueError(f"prompt {prompt!r} has no tokens; a prompt needs at least one")
+        require_vocabulary(f"prompt {number} ({str(prompt)[:40]!r})", tokens, vocabulary)
         if len(tokens) >= limit:
             raise ValueError(
                 f"a prompt has {len(tokens)} tokens ({str(prompt)[:40]!r}...); the context is {limit} and needs "
                 "room for at least one new token: shorten the prompt"
             )
     return ids
+
+
+def _token_ids(number: int, prompt: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        found = f"prompt {number} is {str(prompt)[:40]!r}"
+        raise ValueError(f"{found}; a prompt must be a string, or a list of integers (token ids): {error}") from error
+
+
+def require_vocabulary(what: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """ValueError, naming `what`, unless all of the tokens (at least one) are among the model's `vocabulary`."""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        bad = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(
+            f"{what} has token id {bad}; this model's vocabulary of {vocabulary} tokens has ids 0 to {vocabulary - 1}: "
+            "use the model's own tokenizer"
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """How many token ids the model can read."""
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def right_pad(ids: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -137,6 +198,13 @@ def require_weights(new: Mapping[str, torch.Tensor], own: Mapping[str, torch.Ten
             problems.append(f"{name} has {bad} values that are NaN or infinite")
     if problems:
         raise ValueError(f"refit refused, no weight was changed: {'; '.join(sorted(problems)[:5])}")
+
+
+def require_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """ValueError, naming up to five, if weights of a model that an engine is to be made of are NaN or infinite."""
+    bad = {name: int((~tensor.isfinite()).sum()) for name, tensor in weights.items()}
+    if problems := [f"{name} has {count} values that are NaN or infinite" for name, count in bad.items() if count]:
+        raise ValueError(f"no engine was made of this model: {'; '.join(problems[:5])}; take an earlier checkpoint")
 
 
 def pack_rollout(

@@ -47,8 +47,11 @@ from fp8lab.rollout.engine import (
     encode_prompts,
     eos_tokens,
     pack_rollout,
+    require_finite,
+    require_vocabulary,
     require_weights,
     right_pad,
+    vocabulary_size,
 )
 from fp8lab.rollout.float8_cache import float8_cache
 from fp8lab.rollout.sampling import SamplingParams, draw
@@ -57,7 +60,8 @@ from fp8lab.rollout.sampling import SamplingParams, draw
 class NativeEngine:
     """Samples from a transformers causal LM under the rollout side of a plan.
 
-    model: a folder or hub name (loaded in float32), or a model, which is copied. tokenizer: needed with a model object.
+    model: a folder or hub name (loaded in float32), or a model, which is copied; ValueError if a weight is not finite.
+    tokenizer: needed with a model object.
     kernels: see the module's text. forward: `own`, `transformers`, or `auto`, which is `own` where decode.py knows the
     model. max_batch_size: most sequences decoded together.
     """
@@ -79,9 +83,12 @@ class NativeEngine:
         else:
             self.model, tokenizer = load_model(model), tokenizer or load_tokenizer(model)
         self.tokenizer, self.plan, self.kernels, self.max_batch_size = tokenizer, plan, kernels, max_batch_size
+        require_finite(named_weights(self.model))
         self.model.eval().requires_grad_(False)
         self.conversion = convert(self.model, plan, side="rollout", kernels=kernels)
         self.decoder = self._decoder(forward)
+        self.forward = "own" if isinstance(self.decoder, Decoder) else "transformers"
+        self._vocabulary = vocabulary_size(self.model)
         self._eos = eos_tokens(self.model.generation_config, tokenizer)
         # Completions that have drawn the same tokens stand in one row until they part; not in a MoE, where
         # routing.record_routes tells sequences apart by their rows.
@@ -136,7 +143,7 @@ class NativeEngine:
         rollout side needs none: weight scales are taken at every refit, and activation scales, like those per token and
         head, at every token.
         """
-        self._require_open()
+        self._require_whole()
         state = attention_of(self.model)
         if state is None or state.dynamic:
             return {}
@@ -144,8 +151,11 @@ class NativeEngine:
         if batch is None:
             state.scales = calibration.scales_from_meter(state.meter, state.precision)
             return {"seconds": time.perf_counter() - start, "tokens": 0}
-        if not isinstance(batch, Rollout):
-            batch = encode_prompts(batch, self.tokenizer, self.model.config.max_position_embeddings)
+        if isinstance(batch, Rollout):
+            for number, (tokens, length) in enumerate(zip(batch.tokens, batch.lengths.tolist(), strict=True)):
+                require_vocabulary(f"sequence {number} of the rollout", tokens[:length].tolist(), self._vocabulary)
+        else:
+            batch = self._encode(batch)
         found = calibration.calibrate(self.model, batch, state.precision)
         state.scales = found.scales
         return {"seconds": time.perf_counter() - start, "tokens": found.tokens}
@@ -153,11 +163,13 @@ class NativeEngine:
     @property
     def attention_scales(self) -> AttentionScales | None:
         """Scales of q, k and v in use; None before the first calibration, and if the plan needs none. Can be set."""
+        self._require_open()
         state = attention_of(self.model)
         return None if state is None else state.scales
 
     @attention_scales.setter
     def attention_scales(self, scales: AttentionScales) -> None:
+        self._require_open()
         state = attention_of(self.model)
         if state is None or state.dynamic:
             raise ValueError(f"plan {self.plan.name!r} has no per-layer attention scales on its rollout side")
@@ -168,7 +180,7 @@ class NativeEngine:
 
         Adapters of a peft trainer are merged first, as in `refit`.
         """
-        self._require_open()
+        self._require_whole()
         return diagnostics.differing_layers(merged(trainer.model), self.model)
 
     def stats(self) -> dict[str, Any]:
@@ -177,13 +189,12 @@ class NativeEngine:
         With FP8 attention also of the last generate: `saturation`, the share of q, k and v clamped per layer, and
         `attention_alarms`, sentences.
         """
-        own = isinstance(self.decoder, Decoder)
         state = None if self.model is None else attention_of(self.model)
         return {
             "engine": "native",
             "backend": self.conversion.backend,
             "kernels": self.kernels,
-            "forward": "own" if own else "transformers",
+            "forward": self.forward,
             "forward_reason": self.forward_reason,
             "refits": self.refits,
             **self._counts,
@@ -197,6 +208,14 @@ class NativeEngine:
     def _require_open(self) -> None:
         if self.model is None:
             raise RuntimeError("this engine is closed; make a new one")
+
+    def _require_whole(self) -> None:
+        self._require_open()
+        if not self._whole:
+            raise RuntimeError("the last refit was interrupted and left mixed weights; refit once more")
+
+    def _encode(self, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        return encode_prompts(prompts, self.tokenizer, self.model.config.max_position_embeddings, self._vocabulary)
 
     @torch.no_grad()
     def generate(
@@ -213,13 +232,11 @@ class NativeEngine:
         should_stop() is asked before every token. A sequence's random numbers depend on the seed and its place in
         `prompts` alone, so other batch sizes change no token (but for last bits, if kernels are not batch_invariant).
         """
-        self._require_open()
-        if not self._whole:
-            raise RuntimeError("the last refit was interrupted and left mixed weights; refit once more")
+        self._require_whole()
         start_time = time.perf_counter()
         if (state := attention_of(self.model)) is not None:
             state.meter.reset()
-        ids = encode_prompts(prompts, self.tokenizer, self.model.config.max_position_embeddings)
+        ids = self._encode(prompts)
         per_batch = max(1, self.max_batch_size // sampling.n)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # similar lengths share a batch
         generator = torch.Generator().manual_seed(seed)

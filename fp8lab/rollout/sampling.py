@@ -7,9 +7,12 @@ which tokens were cut, and its ratio to the rollout is biased by the kept mass, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,8 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token (log-probabilities are then those at temperature 1)."""
+    """Logits are divided by it, 0.01 or more; 0 takes the most likely token (log-probabilities are then those at
+    temperature 1)."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches top_p; 1 keeps all."""
     top_k: int = 0
@@ -34,8 +38,11 @@ class SamplingParams:
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise ValueError(f"{name} is {value!r}; it must be an integer >= {low}")
-        if not (self.temperature >= 0 and self.temperature < float("inf")):
-            raise ValueError(f"temperature is {self.temperature}; it must be finite and >= 0 (0 is greedy)")
+        if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < float("inf")):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be 0 (greedy), or finite and >= {LOWEST_TEMPERATURE}, "
+                "which is what vLLM raises a smaller one to"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
 
@@ -90,10 +97,17 @@ def draw(
 
     logits: (R, V); rows: (B,), the row of logits that each sequence draws from (default: each its own); uniform: (B,)
     float64 in [0, 1), one random number per sequence, so that a sequence's tokens do not depend on which others share
-    its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32.
+    its batch. Returns tokens (B,) int64 and their log-probabilities (B,) float32. ValueError for logits that are no
+    distribution: a NaN, plus infinity, or minus infinity alone.
     """
     rows = torch.arange(len(logits)) if rows is None else rows
     logprobs = processed_logprobs(logits, sampling)
+    if math.isnan(logprobs[:, 0].sum().item()):  # log_softmax makes all of such a row NaN
+        bad = logprobs[:, 0].isnan().nonzero().flatten().tolist()
+        raise ValueError(
+            f"{len(bad)} of {len(logits)} rows of logits are no distribution (first: row {bad[0]}): they hold NaN or "
+            "plus infinity, or nothing finite. Weights or FP8 scales made them: look at the last update"
+        )
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1)[rows]
     else:

@@ -33,6 +33,7 @@ from torch import nn
 
 from fp8lab import diagnostics
 from fp8lab.attention_scales import AttentionScales
+from fp8lab.conversion import require_plan
 from fp8lab.linear import float8_layers
 from fp8lab.models import load_model, load_tokenizer, merged, named_weights, quiet, resolve_model
 from fp8lab.names import expert_tensors, num_decoder_layers
@@ -44,7 +45,9 @@ from fp8lab.rollout.engine import (
     encode_prompts,
     eos_tokens,
     pack_rollout,
+    require_finite,
     require_weights,
+    vocabulary_size,
 )
 from fp8lab.rollout.sampling import SamplingParams
 from fp8lab.rollout.vllm_process import LIVE, make_room, process_unchanged, start_vllm
@@ -54,9 +57,9 @@ class VLLMEngine:
     """Samples with vLLM under the rollout side of a plan.
 
     model: a folder, a model shipped in data/ or a hub name, or a float32 model object, which is written to a temporary
-    folder. plan: None runs the CPU build in float32 with vLLM's own kernels. tokenizer: needed with a model object.
-    device: `cpu`, `gpu` or `auto`. max_batch_size: most sequences decoded together. options go on to vllm.LLM
-    (tensor_parallel_size, gpu_memory_utilization, enable_sleep_mode, ...).
+    folder; ValueError if a weight is not finite. plan: None runs the CPU build in float32 with vLLM's own kernels.
+    tokenizer: needed with a model object. device: `cpu`, `gpu` or `auto`. max_batch_size: most sequences decoded
+    together. options go on to vllm.LLM (tensor_parallel_size, gpu_memory_utilization, enable_sleep_mode, ...).
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class VLLMEngine:
     ) -> None:
         if device not in ("auto", "cpu", "gpu"):
             raise ValueError(f"device is {device!r}; allowed: auto, cpu, gpu")
+        if plan is not None:
+            require_plan(plan)
         if isinstance(model, nn.Module) and tokenizer is None:
             raise ValueError("a model object comes without a tokenizer; pass tokenizer=...")
         vllm = start_vllm()
@@ -93,6 +98,8 @@ class VLLMEngine:
             **(self._gpu_settings() if self.device == "gpu" else self._cpu_settings(options)),
             **options,
         }
+        first = model if isinstance(model, nn.Module) else load_model(model)
+        require_finite(named_weights(first))
         has_experts = any(expert_tensors(self._skeleton))
         make_room(has_experts)
         with tempfile.TemporaryDirectory(prefix="fp8lab-vllm-") as folder, process_unchanged(), catch_warnings():
@@ -103,8 +110,7 @@ class VLLMEngine:
             self.llm = vllm.LLM(folder if isinstance(model, nn.Module) else resolve_model(model), **settings)
         LIVE[self] = has_experts
         if self.device == "gpu":  # never run
-            first = merged(model) if isinstance(model, nn.Module) else load_model(model)
-            self._push(named_weights(first))
+            self._push(named_weights(merged(first)))
         elif plan is not None:
             self._require_names()
 
@@ -161,14 +167,14 @@ class VLLMEngine:
         if self.device == "gpu":  # never run
             precisions = {d.name: d.precision for d in self._decisions}
             items = vllm_gpu.checkpoint_items(dict(items), precisions, self._scales)
-        self._whole = False
+        whole, self._whole = self._whole or bool(weights), False
         with process_unchanged():
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(items)})
             if self.device == "cpu" and self.plan is not None:
                 self.llm.apply_model(_quantization().forget)
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM kept its prefix cache, whose keys and values have the old weights")
-        self._whole = True
+        self._whole = whole
 
     def _needs_scales(self) -> bool:
         attention = None if self.plan is None else self.plan.rollout.attention
@@ -181,6 +187,7 @@ class VLLMEngine:
 
     @attention_scales.setter
     def attention_scales(self, scales: AttentionScales) -> None:
+        self._require_open()
         layers = num_decoder_layers(self._skeleton)
         if not self._needs_scales() or scales.layers != layers:
             needed = f"those of {layers} layers" if self._needs_scales() else "none"
@@ -191,7 +198,7 @@ class VLLMEngine:
     def calibrate(self, batch: Rollout | Sequence[str] | Sequence[Sequence[int]] | None) -> dict[str, float]:
         """{}: weight scales are taken at every refit and activation scales at every token. RuntimeError for an FP8 KV
         cache with per-layer scales: vLLM measures none; calibrate on the trainer's model, assign attention_scales."""
-        self._require_open()
+        self._require_whole()
         if self._needs_scales():
             raise RuntimeError("vLLM takes no scales itself; use calibration.py on the trainer, set attention_scales")
         return {}
@@ -211,15 +218,16 @@ class VLLMEngine:
         finished, should_stop before every step of the engine; vLLM's other requests are aborted then, as after any
         error or interrupt. ValueError also for raw_logprobs where they differ from processed ones.
         """
-        self._require_open()
-        if not self._whole or (self._needs_scales() and self._scales is None):
-            raise RuntimeError("the last refit did not finish, or the FP8 KV cache has no scales: refit, set them")
+        self._require_whole()
+        if self._needs_scales() and self._scales is None:
+            raise RuntimeError("the FP8 KV cache has no scales: set attention_scales")
         if sampling.raw_logprobs and (sampling.truncates or sampling.temperature not in (0, 1)):
             raise ValueError(
                 "raw_logprobs=True: this engine reports processed log-probs; use NativeEngine for raw ones"
             )
         start_time = time.perf_counter()
-        ids = encode_prompts(prompts, self.tokenizer, self.llm.model_config.max_model_len)
+        limit, vocabulary = self.llm.model_config.max_model_len, vocabulary_size(self._skeleton)
+        ids = encode_prompts(prompts, self.tokenizer, limit, vocabulary)
         with process_unchanged():
             outputs = self._run(ids, sampling, seed, on_batch, should_stop)
         shape = (len(ids) * sampling.n, sampling.max_tokens)
@@ -281,7 +289,7 @@ class VLLMEngine:
         Compared are codes and scales of FP8 layers, the values of BF16 ones, and every other parameter. RuntimeError
         where vLLM's own kernels keep weights in layouts of theirs: with plan=None, and on a GPU.
         """
-        self._require_open()
+        self._require_whole()
         if self.plan is None or self.device == "gpu":
             raise RuntimeError("vLLM's own kernels keep weights in layouts of theirs, which fp8lab does not read back")
         model = merged(trainer.model)
@@ -295,6 +303,9 @@ class VLLMEngine:
         """Free the KV cache, and move weights to the CPU (level 1) or drop them (2: refit after waking). GPU with
         enable_sleep_mode=True; never run."""
         self._require_open()
+        if level not in (1, 2):
+            raise ValueError(f"sleep level is {level!r}; allowed: 1 (weights go to the CPU), 2 (weights are dropped)")
+        self._whole = self._whole and level == 1
         self.llm.sleep(level=level)
 
     def wake(self) -> None:
@@ -325,6 +336,11 @@ class VLLMEngine:
     def _require_open(self) -> None:
         if self.llm is None:
             raise RuntimeError("this engine is closed; make a new one")
+
+    def _require_whole(self) -> None:
+        self._require_open()
+        if not self._whole:
+            raise RuntimeError("vLLM's weights are not whole: a refit was interrupted, or sleep(2) dropped them; refit")
 
 
 def skeleton(model: str | Path | nn.Module) -> nn.Module:

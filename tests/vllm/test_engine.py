@@ -14,6 +14,7 @@ from fp8lab.models import load_model, named_weights
 from fp8lab.precision import PrecisionPlan
 from fp8lab.rollout import SamplingParams, VLLMEngine
 from fp8lab.rollout.engine import GenerationStopped
+from fp8lab.rollout.vllm_process import LIVE
 
 from .conftest import PROMPTS, SAMPLING, Pair
 
@@ -236,12 +237,35 @@ def test_an_interrupted_generation_leaves_the_engine_usable(pairs):
 
 def test_prompts_that_cannot_be_sampled_and_the_context_limit(pairs):
     engine = pairs("bf16").engine
-    for prompts, message in (([], "non-empty"), ([[]], "at least one"), ([[5] * 256], "shorten the prompt")):
+    size = engine._skeleton.config.vocab_size
+    outside = rf"prompt 1 .* has token id {size}; this model's vocabulary of {size} tokens"
+    for prompts, message in (
+        ([], "non-empty"),
+        ([[]], "at least one"),
+        ([[5] * 256], "shorten the prompt"),
+        ([[5], [5, size]], outside),
+        ([[-3]], "has token id -3"),
+    ):
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts, SAMPLING, seed=1)
     rollout = engine.generate([[5] * 254], SamplingParams(n=4, max_tokens=6), seed=1)
     assert rollout.lengths.max() == 256
     assert not rollout.finished[rollout.lengths == 256].all() or bool(rollout.finished.all())
+
+
+@pytest.mark.parametrize("plan", [None, PrecisionPlan.preset("fp8-e2e")])
+def test_a_model_that_is_not_finite_makes_no_engine(tokenizer, plan, tmp_path):
+    model, live = load_model("tiny-llama"), len(LIVE)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=f"no engine was made .* {name} has 1 values that are NaN"):
+        VLLMEngine(model, plan, tokenizer=tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"no engine was made .* {name} has 1 values that are NaN"):
+        VLLMEngine(tmp_path, plan)
+    assert len(LIVE) == live
 
 
 def test_vllm_leaves_the_process_as_it_was(pairs):
@@ -269,6 +293,8 @@ def test_what_the_cpu_engine_cannot_do_is_said_before_it_starts(tokenizer, plain
         VLLMEngine(load_model("tiny-llama"), PrecisionPlan.preset("bf16"))
     with pytest.raises(ValueError, match="device"):
         VLLMEngine("tiny-llama", None, device="tpu")
+    with pytest.raises(ValueError, match=r"plan is 'fp8-e2e'; .* PrecisionPlan.preset\('fp8-e2e'\)"):
+        VLLMEngine("tiny-llama", "fp8-e2e")
     with pytest.raises(RuntimeError, match="layouts of theirs"):
         plain.check_same_bytes(pairs("bf16").trainer)
     with pytest.raises(RuntimeError, match="dense model's engine lives"):
