@@ -310,7 +310,7 @@ def _presets() -> dict[str, tuple[SidePlan, SidePlan, str]]:
         "fp8-rollout": (fp8, bf16, "FP8 sampling, BF16 training"),
         "fp8-e2e": (fp8, fp8, "FP8 linears on both sides: NeMo RL's end-to-end recipe"),
         "fp8-rollout-kv": (kv, bf16, "FP8 linears, KV cache and attention in the rollout: NeMo RL's only KV recipe"),
-        "fp8-e2e-kv": (kv, fp8, "FP8 linears on both sides, FP8 KV cache in the rollout; nobody ships this recipe"),
+        "fp8-e2e-kv": (kv, fp8, "FP8 linears on both sides; in the rollout k, v, q and P in FP8; nobody ships this"),
         "fp8-pow2": (pow2, pow2, "as fp8-e2e with power-of-two scales, Transformer Engine's and DeepGEMM's default"),
         "mxfp8-rollout": (mx, bf16, "1x32 blocks with power-of-two scales in the rollout's MLPs (Blackwell)"),
     }

@@ -7,12 +7,16 @@ import runpy
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 import torch
 
 from fp8lab.conversion import convert
 from fp8lab.precision import LinearPrecision, PrecisionPlan
-from fp8lab.ui import exercises, exercises_moe
+from fp8lab.runlog import find_runs
+from fp8lab.sweep import final_metrics
+from fp8lab.tasks import data_dir
+from fp8lab.ui import exercises, exercises_loop, exercises_moe, lessons
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,10 +36,141 @@ def cells(name, *ids):
     return space
 
 
+def test_00():
+    answer = solution("00_quickstart")
+    runs = pd.DataFrame(final_metrics(find_runs([data_dir() / "evidence" / "three-arms"])))
+    assert lessons.check_order(runs, answer["better"], answer["worse"]).ok
+    assert "ahead in 3 of 10" in lessons.check_order(runs, answer["better"], answer["worse"]).message
+    plan = PrecisionPlan.preset("fp8-rollout")
+    parts = plan.with_bf16(modules=["*.mlp.*", "*.q_proj", "*.v_proj", "*.o_proj"])
+    one = plan.with_bf16(modules=["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.*"])
+    assert lessons.check_fallback(one, 0.5, 1.0).ok and "2 of 4" in lessons.check_fallback(one, 0.5, 1.0).message
+    for wrong, hint in (
+        (lessons.check_fallback(parts, 0.1, 1.0), "4 of 4 layers have linears in BF16"),
+        (lessons.check_fallback(plan.with_bf16(modules=["*.k_proj"]), 0.1, 1.0), "4 of 4"),
+        (lessons.check_fallback(one, float("nan"), 1.0), "measure it again"),
+        (lessons.check_order(runs, 2, 1), "not above it"),
+        (lessons.check_order(runs, 1, 6), "not below it"),
+        (lessons.check_order(runs, 1, 11), "none of the seeds"),
+    ):
+        assert not wrong.ok and hint in wrong.message
+
+
+ODD = (
+    *(None, True, "", "1e-5", b"1", 0, -1, 10**400, -(10**400), 10**5000, 1e39, -1e39, 1e300, 5e-324, 1j),
+    *(float("nan"), float("inf"), -float("inf"), [], [0.1, "x"], [[1, 2], [3]], [10**400], [None], {"a": 1}, (1, 2, 3)),
+    *((0, 0), (10**400, 1), ("1", 1), (None, None), {1, 2}, object(), int, lambda: 1),
+    *(torch.tensor(1.0), torch.ones(3), torch.ones(2, 2), torch.tensor([1, 2]), torch.tensor([True]), torch.empty(0)),
+    *(torch.tensor(1.0, dtype=torch.complex64), torch.ones(1, dtype=torch.float8_e4m3fn)),
+)
+"""What a reader may type in by mistake: no checker may raise on it, nor accept it."""
+ACCEPTED = {("check_bad_number", "1e+39"), ("check_bad_number", "-1e+39"), ("check_bad_number", "1e+300")}
+"""Right after all: far beyond 448, where everything is clamped."""
+
+
+def one_answer():
+    """Checker -> functions of the one answer that may be odd. If that is a measured value, none can be enough."""
+    from fp8lab.models import load_model
+    from fp8lab.speed import ModelShape
+
+    gradient, x = torch.tensor([3e-7, 2e-6, 1.5e-5, 4e-4]), torch.randn(256, 256)
+    linear, plan = torch.nn.Linear(128, 64, bias=False), PrecisionPlan.preset("fp8-rollout")
+    model, changed = load_model("tiny-llama"), {"1e-07": 0.01, "1e-06": 0.14, "1e-05": 1.4}
+    convert(model, plan, side="rollout")
+    table = pd.DataFrame({"name": ["model.layers.0.mlp.up_proj"], "layer": [0], "flops_share": [1.0], "in_k3": [1.0]})
+    runs = pd.DataFrame({"seed": [1, 1, 2, 2], "name": ["bf16", "fp8-rollout"] * 2, "accuracy_last": [0, 1, 1, 0]})
+    routes, shape = plan.report("tiny-qwen3-moe"), ModelShape.of("meta-llama/Llama-3.1-8B-Instruct")
+    limits, all_routes = {"budget": 1.0, "most": -float("inf")}, {"experts": 128, "per_token": 8, "share": 0.5}
+    hopper = {"rollout": "vllm", "trainer": "megatron", "gpus": 8}
+    return {
+        "check_fallback": [
+            lambda odd: lessons.check_fallback(odd, 0.5, 1.0),
+            lambda odd: lessons.check_fallback(plan, odd, 1.0, budget=-1),
+        ],
+        "check_order": [lambda odd: lessons.check_order(runs, odd, 2), lambda odd: lessons.check_order(runs, 1, odd)],
+        "check_code": [lambda odd: exercises.check_code(odd, 0.4375, "e4m3")],
+        "check_bad_number": [exercises.check_bad_number],
+        "check_multiplier": [lambda odd: exercises.check_multiplier(gradient, odd)],
+        "check_block": [lambda odd: exercises.check_block(x, odd, 36.0, 70_000)],
+        "check_columns": [lambda odd: exercises.check_columns(x, torch.ones(256), odd, 0.025, 70_000)],
+        "check_double_quantization": [lambda odd: exercises.check_double_quantization(x, x, odd)],
+        "check_operands": [lambda odd: exercises.check_operands(linear, torch.randn(8, 128), odd, 31.0)],
+        "check_band": [
+            lambda odd: exercises.check_band(odd, 0.99, 1.01),
+            lambda odd: exercises.check_band("geometric", odd, 1.01),
+            lambda odd: exercises.check_band("product", 1e-320, odd),
+        ],
+        "check_translation": [
+            lambda odd: exercises.check_translation("verl", odd, mode="icepop", low=0.5, high=5.0),
+            lambda odd: exercises.check_translation("verl", {"rollout_is": odd}, mode="icepop", low=0.5, high=5.0),
+            lambda odd: exercises.check_translation(
+                "verl", {"rollout_is": "token", "rollout_is_threshold": odd}, mode="icepop", low=0.5, high=5.0
+            ),
+        ],
+        "check_one_token": [exercises.check_one_token],
+        "check_temperature": [lambda odd: exercises.check_temperature(torch.randn(1, 9), odd, low=0.6, high=0.61)],
+        "check_rate": [lambda odd: exercises.check_rate(changed, odd, share=1.0)],
+        "check_hidden_gap": [exercises.check_hidden_gap],
+        "check_scatter": [exercises.check_scatter],
+        "check_culprit": [lambda odd: exercises.check_culprit(model, model, odd)],
+        "check_set": [
+            lambda odd: exercises.check_set(table, odd, 0.1, 1.0, budget=0.5, least=0.35),
+            lambda odd: exercises.check_set(table, plan, odd, 1.0, budget=0.5, least=float("inf")),
+        ],
+        "check_forecast": [lambda odd: exercises.check_forecast(table, "up_proj", odd, 0.3)],
+        "check_even": [lambda odd: exercises.check_even(odd, 0.0)],
+        "check_smallest_weight": [exercises.check_smallest_weight],
+        "check_margin": [lambda odd: exercises.check_margin(odd, x[None], growth=1.005, updates=20)],
+        "check_cache_bytes": [lambda odd: exercises.check_cache_bytes(odd, layers=2, heads=2, head_dim=16)],
+        "check_dual_clip": [
+            lambda odd: exercises_loop.check_dual_clip(odd, pushed=3.0, stopped=6.0),
+            lambda odd: exercises_loop.check_dual_clip({"delta": odd}, pushed=3.0, stopped=6.0),
+            lambda odd: exercises_loop.check_dual_clip({"epsilon": odd}, pushed=3.0, stopped=6.0),
+        ],
+        "check_seeds": [lambda odd: exercises_loop.check_seeds([0.01, -0.02, 0.005], odd)],
+        "check_unprofitable": [lambda odd: exercises_loop.check_unprofitable(shape, odd)],
+        "check_throughput": [lambda odd: exercises_loop.check_throughput(0.25, odd)],
+        "check_blackwell": [lambda odd: exercises_loop.check_blackwell("tiny-llama", odd, **hopper)],
+        "check_depth": [lambda odd: exercises_moe.check_depth(odd, share=0.1, anywhere=0.94)],
+        "check_batch": [lambda odd: exercises_moe.check_batch(odd, **all_routes)],
+        "check_routes": [lambda odd: exercises_moe.check_routes(routes, odd, 0.1, **limits)],
+    }
+
+
+def test_no_checker_raises_on_anything_nor_accepts_it():
+    asked = one_answer()
+    modules = (lessons, exercises, exercises_loop, exercises_moe)
+    assert set(asked) == {name for module in modules for name in vars(module) if name.startswith("check_")}
+    for name, ways in asked.items():
+        for odd in ODD:
+            for way in ways:
+                verdict = way(odd)
+                assert isinstance(verdict, lessons.Verdict) and len(verdict.message) < 2000, name
+                assert verdict.ok == ((name, lessons.shown(odd)) in ACCEPTED), (
+                    f"{name}({lessons.shown(odd)}): {verdict}"
+                )
+
+
+def test_what_a_reader_typed_in():
+    assert lessons.number(3) == 3.0 and lessons.number(10**300) == 1e300 and lessons.number(True) is None
+    assert lessons.shown(10**5000) == "this int" and lessons.shown("1e-5") == "'1e-5'"
+    assert len(lessons.shown(torch.randn(100))) == 60
+
+
+@pytest.mark.parametrize(
+    ("x", "ok"), [(30.0, False), (30.4, True), (33, True), (33.69, True), (37.0, True), (37.2, False)]
+)
+def test_one_token_is_asked_for_to_10_per_cent(x, ok):
+    """The root is 33.69: (1000 + x)^2 / (1001 (1000 + x^2)) = 1/2."""
+    verdict = exercises.check_one_token(x)
+    assert verdict.ok is ok and ("33.7" in verdict.message or not ok)
+
+
 def test_01():
     answer = solution("01_numbers")
     assert exercises.check_code(answer["code"], 0.4375, "e4m3").ok
     assert exercises.check_bad_number(answer["number"]).ok and exercises.check_bad_number(0.0014).ok
+    assert "1e+39 becomes 448, off by 100%" in exercises.check_bad_number(1e39).message
     gradient = torch.tensor([3e-7, 2e-6, 1.5e-5, 4e-4])
     assert exercises.check_multiplier(gradient, answer["multiplier"]).ok
     for wrong, hint in (
@@ -60,14 +195,17 @@ def test_02():
     wild = torch.where(channels > 1, activation * 1000, activation)
     allowed = {"least_db": 36.0, "most_bytes": 545_000}
     assert exercises.check_block(activation, answer["activation_block"], **allowed).ok
-    assert exercises.check_columns(wild, channels, answer["column_block"], most_error=0.025).ok
+    columns = lambda block: exercises.check_columns(wild, channels, block, 0.025, allowed["most_bytes"])  # noqa: E731
+    assert columns(answer["column_block"]).ok
     for wrong, hint in (
         (exercises.check_block(activation, (-1, -1), **allowed), "outliers"),
         (exercises.check_block(activation, (1, 8), **allowed), "too many scales"),
         (exercises.check_block(activation, "1x128", **allowed), "block is"),
-        (exercises.check_columns(wild, channels, (1, 128), 0.025), "mixes"),
-        (exercises.check_columns(wild, channels, (256, 1), 0.025), "at most 128"),
-        (exercises.check_columns(wild, channels, (0, 1), 0.025), "block is"),
+        (columns((1, 128)), "mixes"),
+        (columns((256, 1)), "at most 128"),
+        (columns((0, 1)), "block is"),
+        (columns((1, 1)), "too many scales"),
+        (columns((32, 1)), "too many scales"),
     ):
         assert not wrong.ok and hint in wrong.message
 
@@ -292,7 +430,6 @@ def test_05():
 
 def test_08():
     from fp8lab.compare import find_runs
-    from fp8lab.sweep import final_metrics
     from fp8lab.ui import exercises_loop as exercises
 
     answer = solution("08_full_loop")
@@ -330,7 +467,7 @@ def test_11():
         (exercises.check_unprofitable(shape, Workload()), "which phase"),
         (exercises.check_unprofitable(shape, Workload(prompts=4, generations=8, response_tokens=50)), "256 or more"),
         (exercises.check_unprofitable(shape, 7), "no speed.Workload"),
-        (exercises.check_throughput(0.25, 0.25), "in the same time"),
+        (exercises.check_throughput(0.25, 0.25), "takes 0.75 of the time it took, so how many steps fit"),
         (exercises.check_throughput(0.25, 33.3), "percentage"),
         (exercises.check_throughput(0.25, "a third"), "number"),
         (blackwell(PrecisionPlan.preset("fp8-e2e")), "power-of-two"),

@@ -2,7 +2,7 @@
 
 A checker never raises on a wrong answer, because a notebook must run to its end before its reader has solved anything:
 it returns a `lessons.Verdict` that says what is wrong and, without giving the answer away, where to look. A checker
-computes what it judges; it does not compare with a stored answer.
+computes what it judges; it does not compare with a stored answer. A reader's answer may be of any type and size.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fp8lab.formats import E4M3, get_format
 from fp8lab.linear import float8_layers
 from fp8lab.operands import AttentionPrecision
 from fp8lab.precision import PrecisionPlan
-from fp8lab.quantizers import BlockQuantizer, quantization_error
+from fp8lab.quantizers import BlockQuantizer, QuantizedTensor, quantization_error
 from fp8lab.rollout.float8_cache import Float8KVCache
-from fp8lab.ui.lessons import Verdict
+from fp8lab.ui.lessons import Verdict, number, shown
 
 
 def check_code(code: Any, value: float, fmt: str) -> Verdict:
     """01: `code` is the integer whose bits mean `value`."""
     form = get_format(fmt)
     if type(code) is not int or not 0 <= code <= 255:
-        return Verdict(False, f"{code!r} is no code; give an integer from 0 to 255 such as 0x38")
+        return Verdict(False, f"{shown(code)} is no code; give an integer from 0 to 255 such as 0x38")
     found = float(form.values()[code])
     if found == value:
         return Verdict(True, f"0x{code:02x} is {value} in {fmt.upper()}.")
@@ -44,9 +44,11 @@ def check_code(code: Any, value: float, fmt: str) -> Verdict:
 
 def check_bad_number(x: Any) -> Verdict:
     """01: rounding x to E4M3 is off by more than 30 % without reaching zero."""
-    if not isinstance(x, int | float) or not math.isfinite(x) or x == 0:
-        return Verdict(False, f"{x!r} is not a finite number other than zero")
-    rounded = float(E4M3.round(torch.tensor([float(x)]))[0])
+    value = number(x)
+    if not value:
+        return Verdict(False, f"{shown(x)} is not a finite float other than zero")
+    x, most = value, torch.finfo(torch.float32).max
+    rounded = float(E4M3.round(torch.tensor([max(-most, min(x, most))]))[0])  # beyond float32 it is clamped as well
     error = abs(rounded - x) / abs(x)
     if rounded == 0:
         return Verdict(False, f"{x:g} becomes zero; go a little up again")
@@ -58,15 +60,17 @@ def check_bad_number(x: Any) -> Verdict:
 
 def check_multiplier(x: torch.Tensor, multiplier: Any) -> Verdict:
     """01: round(x * multiplier) / multiplier in E4M3 loses no element to zero and clamps none."""
-    if not isinstance(multiplier, int | float) or not 0 < multiplier < math.inf:
-        return Verdict(False, f"{multiplier!r} is no positive number")
+    factor = number(multiplier)
+    if factor is None or factor <= 0:
+        return Verdict(False, f"{shown(multiplier)} is no positive number")
+    multiplier = factor
     scaled = x * multiplier
     zeros = int((E4M3.round(scaled) == 0).sum())
     clamped = int((scaled.abs() > E4M3.max).sum())
     if clamped:
         return Verdict(False, f"{clamped} of {len(x)} elements are clamped; the largest becomes {scaled.max():g}")
     if zeros:
-        room = E4M3.max / float(scaled.max())
+        room = E4M3.max / float(x.max()) / multiplier
         return Verdict(False, f"{zeros} of {len(x)} elements become zero, and there is room for {room:.3g} times more")
     back = E4M3.round(scaled) / multiplier
     worst = ((back - x) / x).abs().max()
@@ -75,31 +79,26 @@ def check_multiplier(x: torch.Tensor, multiplier: Any) -> Verdict:
 
 def check_block(x: torch.Tensor, block: Any, least_db: float, most_bytes: int) -> Verdict:
     """02: a block shape that reaches `least_db` within `most_bytes` bytes of codes and scales."""
-    try:
-        quantized = BlockQuantizer(block=block).quantize(x)
-    except ValueError as error:
-        return Verdict(False, str(error))
+    quantized = _quantized(x, block, most_bytes)
+    if isinstance(quantized, Verdict):
+        return quantized
     found = quantization_error(x, quantized)["sqnr_db"]
-    if quantized.nbytes > most_bytes:
-        return Verdict(
-            False, f"{quantized.nbytes} bytes, {most_bytes} allowed: too many scales, so make the blocks larger"
-        )
     if found < least_db:
         hint = "the outliers sit in a few columns; a block that spans few columns keeps them to themselves"
         return Verdict(False, f"{found:.2f} dB, {least_db} asked for; {hint}")
     return Verdict(True, f"{found:.2f} dB in {quantized.nbytes} bytes.")
 
 
-def check_columns(x: torch.Tensor, channels: torch.Tensor, block: Any, most_error: float) -> Verdict:
-    """02: a block of at most 128 elements under which ordinary channels (channels == 1) are off by at most
-    `most_error` on average."""
-    try:
-        values = BlockQuantizer(block=block).quantize(x).dequantize()
-    except ValueError as error:
-        return Verdict(False, str(error))
+def check_columns(x: torch.Tensor, channels: torch.Tensor, block: Any, most_error: float, most_bytes: int) -> Verdict:
+    """02: a block of at most 128 elements, within `most_bytes` of codes and scales, under which ordinary channels
+    (channels == 1) are off by at most `most_error` on average."""
+    quantized = _quantized(x, block, most_bytes)
+    if isinstance(quantized, Verdict):
+        return quantized
     rows, cols = (size if b == -1 else b for b, size in zip(block, x.shape, strict=True))
     if rows * cols > 128:
         return Verdict(False, f"a block of {rows} x {cols} has {rows * cols} elements; at most 128 are allowed")
+    values = quantized.dequantize()
     quiet = channels == 1
     found = float(((values - x) / x).abs()[:, quiet].mean())
     if found > most_error:
@@ -112,6 +111,16 @@ def check_columns(x: torch.Tensor, channels: torch.Tensor, block: Any, most_erro
     )
 
 
+def _quantized(x: torch.Tensor, block: Any, most_bytes: int) -> QuantizedTensor | Verdict:
+    try:
+        quantized = BlockQuantizer(block=block).quantize(x)
+    except (ValueError, OverflowError) as error:
+        return Verdict(False, str(error))
+    if quantized.nbytes <= most_bytes:
+        return quantized
+    return Verdict(False, f"{quantized.nbytes} bytes, {most_bytes} allowed: too many scales, so make the blocks larger")
+
+
 def check_double_quantization(x: torch.Tensor, g: torch.Tensor, cost_db: Any) -> Verdict:
     """03: dB that grad_weight loses if x was quantized along K first and along tokens after that."""
     row = BlockQuantizer((1, 128))
@@ -121,8 +130,8 @@ def check_double_quantization(x: torch.Tensor, g: torch.Tensor, cost_db: Any) ->
     twice = g_t @ row.fake_quantize(row.fake_quantize(x).t().contiguous()).t()
     db = [quantization_error(exact, value)["sqnr_db"] for value in (once, twice)]
     lost = db[0] - db[1]
-    if not isinstance(cost_db, int | float):
-        return Verdict(False, f"{cost_db!r} is no number of decibels")
+    if number(cost_db) is None:
+        return Verdict(False, f"{shown(cost_db)} is no number of decibels")
     if abs(cost_db - lost) <= 0.1:
         return Verdict(True, f"{db[0]:.1f} dB become {db[1]:.1f} dB: {lost:.1f} dB for one kernel saved.")
     if abs(cost_db + lost) <= 0.1:
@@ -150,10 +159,10 @@ def check_operands(linear: torch.nn.Linear, x: torch.Tensor, precision: Any, lea
 
 def check_band(aggregate: Any, low: Any, high: Any) -> Verdict:
     """07: a band for answers of 500 tokens with 3 % scatter that keeps 95 % and rejects a drift of 10 % per token."""
-    if aggregate not in ("product", "geometric"):
-        return Verdict(False, f"the aggregate is {aggregate!r}; choose 'product' or 'geometric'")
-    if not all(isinstance(v, int | float) for v in (low, high)) or not 0 < low < high:
-        return Verdict(False, f"the band is {low!r} to {high!r}; it needs 0 < low < high")
+    if not isinstance(aggregate, str) or aggregate not in ("product", "geometric"):
+        return Verdict(False, f"the aggregate is {shown(aggregate)}; choose 'product' or 'geometric'")
+    if None in (number(low), number(high)) or not 0 < low < high:
+        return Verdict(False, f"the band is {shown(low)} to {shown(high)}; it needs finite numbers 0 < low < high")
     d = 0.03 * torch.randn(4000, 500, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     total = d.sum(1) if aggregate == "product" else d.mean(1)
     kept = float(((total.exp() >= low) & (total.exp() <= high)).double().mean())
@@ -186,23 +195,27 @@ def check_translation(framework: str, settings: Any, *, mode: str, low: float, h
 
 
 def check_one_token(x: Any) -> Verdict:
-    """07: the ratio x of one token among 1,000 ones at which ESS falls below a half."""
-    if not isinstance(x, int | float) or x <= 0:
-        return Verdict(False, f"{x!r} is no positive ratio")
-    share = (1000 + x) ** 2 / (1000 + x**2) / 1001
-    low = (1000 + 0.9 * x) ** 2 / (1000 + (0.9 * x) ** 2) / 1001
-    if share < 0.5 <= low:
-        return Verdict(True, f"at {x:g} one token of 1,001 leaves an effective share of {share:.0%}.")
-    if share >= 0.5:
-        return Verdict(False, f"at {x:g} the share is still {share:.0%}; ESS is (sum w)^2 / (sum w^2)")
-    return Verdict(False, f"at {x:g} the share is {share:.0%} already, and at nine tenths of it below a half too")
+    """07: the ratio x, to 10 %, of one token among 1,000 ones at which ESS falls below a half."""
+    value = number(x)
+    if value is None or value <= 0:
+        return Verdict(False, f"{shown(x)} is no positive ratio")
+    ones, n = 1000, 1001
+    # (ones + x)^2 / (n (ones + x^2)) = 1/2 is (n - 2) x^2 - 4 ones x - ones (2 ones - n) = 0
+    root = (2 * ones + math.sqrt(4 * ones**2 + (n - 2) * ones * (2 * ones - n))) / (n - 2)
+    share = (ones + value) / (ones + value * value) * (ones + value) / n
+    if abs(value / root - 1) <= 0.1:
+        return Verdict(True, f"at {root:.1f} one token of {n:,} leaves half of the samples; at {value:g} {share:.0%}.")
+    if value < root:
+        return Verdict(False, f"at {value:g} the share is still {share:.0%}; ESS is (sum w)^2 / (n sum w^2)")
+    return Verdict(False, f"at {value:g} the share is {share:.0%} already, and at nine tenths of it below a half too")
 
 
 def check_temperature(logits: torch.Tensor, temperature: Any, *, low: float, high: float) -> Verdict:
     """04: a temperature at which the most likely token's probability lies in [low, high]."""
-    if not isinstance(temperature, int | float) or not temperature > 0:
-        return Verdict(False, f"{temperature!r} is no temperature; it must be a number above 0")
-    top = float((logits / temperature).softmax(-1).max())
+    value = number(temperature)
+    if value is None or value <= 0:
+        return Verdict(False, f"{shown(temperature)} is no temperature; it must be a finite number above 0")
+    top = float(((logits - logits.max()).double() / value).softmax(-1).max())
     if low <= top <= high:
         return Verdict(True, f"at temperature {temperature:g} the top token has {top:.3f}.")
     return Verdict(False, f"the top token has {top:.3f}: {'cool down' if top < low else 'warm up'} the distribution")
@@ -213,8 +226,8 @@ def check_rate(changed: Mapping[str, float], rate: Any, share: float) -> Verdict
 
     changed: learning rate as text -> per cent, as measured in the notebook; in between it is interpolated.
     """
-    if not isinstance(rate, int | float) or not rate > 0:
-        return Verdict(False, f"{rate!r} is no learning rate; it must be a number above 0")
+    if number(rate) is None or rate <= 0:
+        return Verdict(False, f"{shown(rate)} is no learning rate; it must be a finite number above 0")
     points = [(math.log10(float(r)), math.log10(max(c, 1e-6))) for r, c in changed.items()]
     found = points[-1][0]
     for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
@@ -228,12 +241,12 @@ def check_rate(changed: Mapping[str, float], rate: Any, share: float) -> Verdict
 def check_hidden_gap(differences: Any) -> Verdict:
     """06: differences d of tokens whose k1 vanishes though the engines disagree by more than 20 %."""
     try:
-        d = torch.tensor(differences, dtype=torch.float64).reshape(1, -1)
+        d = torch.as_tensor(differences, dtype=torch.float64).reshape(1, -1)
         report = diagnostics.mismatch(torch.zeros_like(d), d, torch.ones_like(d, dtype=torch.bool))
-    except (TypeError, ValueError, RuntimeError):
-        return Verdict(False, f"{differences!r} is no list of numbers")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return Verdict(False, f"{shown(differences)} is no list of numbers")
     if not report.tokens or report.nonfinite_tokens:
-        return Verdict(False, f"{differences!r} needs at least one token, and all of them finite")
+        return Verdict(False, f"{shown(differences)} needs at least one token, and all of them finite")
     k1 = -d.mean().item()
     if abs(k1) > 0.005:
         return Verdict(False, f"k1 is {k1:+.3f}: it is the mean of -d, so what must the differences add up to?")
@@ -246,8 +259,8 @@ def check_hidden_gap(differences: Any) -> Verdict:
 
 def check_scatter(sigma: Any) -> Verdict:
     """06: the standard deviation of a Gaussian d at which token_mult_prob_error, E exp(|d|), is 1.05."""
-    if not isinstance(sigma, int | float) or not 0 < sigma < 5:
-        return Verdict(False, f"{sigma!r} is no standard deviation in nats")
+    if number(sigma) is None or not 0 < sigma < 5:
+        return Verdict(False, f"{shown(sigma)} is no standard deviation in nats")
 
     def error(s: float) -> float:
         return math.exp(s * s / 2) * (1 + math.erf(s / math.sqrt(2)))
@@ -271,8 +284,8 @@ def hide_fault(engine: Any, seed: int) -> Any:
 def check_culprit(trainer_model: torch.nn.Module, rollout_model: torch.nn.Module, name: Any) -> Verdict:
     """06: the module whose bytes are not those that the trainer's weights give."""
     names = [name for name, layer in float8_layers(rollout_model) if layer.precision.is_fp8]
-    if name not in names:
-        return Verdict(False, f"the engine has no FP8 layer {name!r}; one of them is {names[0]!r}")
+    if not isinstance(name, str) or name not in names:
+        return Verdict(False, f"the engine has no FP8 layer {shown(name)}; one of them is {names[0]!r}")
     found = diagnostics.stale_layers(trainer_model, rollout_model)
     if name in found:
         return Verdict(True, f"{name}: {found[name]}.")
@@ -288,6 +301,8 @@ def check_set(table: Any, plan: Any, left: float, whole: float, *, budget: float
         return Verdict(False, "that is no plan with FP8 in the rollout only; start from the preset 'fp8-rollout'")
     layers = 1 + int(table["layer"].max())
     kept = [not plan.decide(name, "rollout", layers).precision.is_fp8 for name in table["name"]]
+    if number(left) is None:
+        return Verdict(False, f"k3 is {shown(left)} under this plan; measure it again")
     share, removed = float(table["flops_share"][kept].sum()), 1 - left / whole
     if share > budget + 1e-9:
         return Verdict(False, f"{share:.0%} of the FLOPs are in BF16, {budget:.0%} allowed; attention is cheap here")
@@ -302,8 +317,8 @@ def check_set(table: Any, plan: Any, left: float, whole: float, *, budget: float
 def check_forecast(table: Any, kind: str, share: Any, removed: float) -> Verdict:
     """09: the share of k3 that modules of one kind make if k3 adds up; removed: what was measured."""
     expected = float(table["in_k3"][table["name"].str.endswith(kind)].sum() / table["in_k3"].sum())
-    if not isinstance(share, int | float):
-        return Verdict(False, f"{share!r} is no share; give a number from 0 to 1")
+    if number(share) is None:
+        return Verdict(False, f"{shown(share)} is no share; give a number from 0 to 1")
     if abs(share - expected) <= 0.02:
         return Verdict(True, f"the table forecasts {expected:.0%}; measured: {removed:.0%} of k3 is gone.")
     if abs(share - 100 * expected) <= 2:
@@ -333,8 +348,8 @@ def _linears_of(layer: int) -> list[str]:
 
 def check_smallest_weight(weight: Any) -> Verdict:
     """05: the softmax weight, to 1 %, at and below which e4m3(256 P) is zero."""
-    if not isinstance(weight, int | float) or not 0 < weight < 1:
-        return Verdict(False, f"{weight!r} is no softmax weight; it must lie between 0 and 1")
+    if number(weight) is None or not 0 < weight < 1:
+        return Verdict(False, f"{shown(weight)} is no softmax weight; it must lie between 0 and 1")
     above, below = (E4M3.round(torch.tensor(P_SCALE * weight * f)).item() for f in (1.01, 0.99))
     if above > 0 and below == 0:
         return Verdict(True, f"log2 is {math.log2(weight):.2f}: the factor 256 bought 8 powers of two.")
@@ -345,8 +360,8 @@ def check_smallest_weight(weight: Any) -> Verdict:
 
 def check_margin(margin: Any, keys: torch.Tensor, *, growth: float, updates: int) -> Verdict:
     """05: the margin under which keys that grow with every update are not clamped before the next calibration."""
-    if not isinstance(margin, int | float) or not 1 <= margin < math.inf:
-        return Verdict(False, f"{margin!r} is no margin; it is a factor of at least 1")
+    if number(margin) is None or not 1 <= margin <= 1000:
+        return Verdict(False, f"{shown(margin)} is no margin; it is a factor of at least 1, and at most 1000")
     found = {"query": keys, "key": keys, "value": keys}
     amax = torch.stack([x.abs().max()[None] for x in found.values()])[None]
     scale = scales_from_amax(amax, AttentionPrecision(kv_cache="e4m3", margin=margin)).key[0]
@@ -361,7 +376,7 @@ def check_margin(margin: Any, keys: torch.Tensor, *, growth: float, updates: int
 def check_cache_bytes(answer: Any, *, layers: int, heads: int, head_dim: int) -> Verdict:
     """05: bytes of FP8 cache for a token, with a float32 scale per token and head; heads: of keys and values."""
     if type(answer) is not int or answer < 1:
-        return Verdict(False, f"{answer!r} is no number of bytes")
+        return Verdict(False, f"{shown(answer)} is no number of bytes")
     state = Float8Attention(AttentionPrecision(kv_cache="e4m3", scales="per-token-head"), layers, "sdpa")
     expected = Float8KVCache(state, layers, 1, heads, 1, head_dim, torch.device("cpu")).nbytes
     codes = 2 * layers * heads * head_dim
@@ -375,4 +390,4 @@ def check_cache_bytes(answer: Any, *, layers: int, heads: int, head_dim: int) ->
     ):
         if answer == wrong:
             return Verdict(False, hint)
-    return Verdict(False, f"{answer:,} is not it: layers x (k and v) x heads that are cached x bytes of one head")
+    return Verdict(False, f"{shown(answer)} is not it: layers x (k and v) x heads that are cached x bytes of one head")

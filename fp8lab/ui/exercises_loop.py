@@ -12,18 +12,17 @@ import torch
 from fp8lab import preflight, speed
 from fp8lab.grpo import GRPOConfig, policy_loss
 from fp8lab.precision import PrecisionPlan
-from fp8lab.ui.lessons import Verdict
+from fp8lab.ui.lessons import Verdict, number, shown
 
 
 def check_dual_clip(changes: Any, *, pushed: float, stopped: float) -> Verdict:
     """08: fields of GRPOConfig under which a token of advantage -1 has its full gradient at ratio `pushed`, none at
     `stopped`."""
-    try:
-        config = GRPOConfig(**changes)
-    except (TypeError, ValueError) as error:
-        return Verdict(False, str(error))
     logprobs = torch.tensor([[pushed, stopped]]).log().requires_grad_()
-    loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([-1.0]), config)
+    try:
+        loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([-1.0]), GRPOConfig(**changes))
+    except (TypeError, ValueError, OverflowError) as error:
+        return Verdict(False, str(error))
     force = torch.autograd.grad(loss.sum(), logprobs)[0][0].tolist()
     if force[0] < 0.99 * pushed:
         return Verdict(
@@ -41,8 +40,8 @@ def check_seeds(differences: Sequence[float], seeds: Any) -> Verdict:
 
     mean, spread = abs(statistics.fmean(differences)), statistics.stdev(differences)
     half = lambda n: float(stats.t.ppf(0.975, n - 1)) * spread / math.sqrt(n)  # noqa: E731
-    if not isinstance(seeds, int) or seeds < 2:
-        return Verdict(False, f"{seeds!r} is no number of seeds; an interval needs at least 2")
+    if type(seeds) is not int or not 2 <= seeds <= 10**9:
+        return Verdict(False, f"{shown(seeds)} is no number of seeds; an interval needs at least 2")
     found = next(n for n in range(2, 100_000) if half(n) < mean)
     if found / 1.3 <= seeds <= found * 1.3:
         return Verdict(True, f"{found} seeds: ±{half(found):.4f} around {mean:.4f}.")
@@ -69,16 +68,15 @@ def check_unprofitable(shape: speed.ModelShape, work: Any) -> Verdict:
 
 def check_throughput(less_time: float, more: Any) -> Verdict:
     """11: how much more throughput is `less_time` (a share) less step time?"""
-    if not isinstance(more, int | float):
-        return Verdict(False, f"{more!r} is no share; give a number such as 0.2")
+    if number(more) is None:
+        return Verdict(False, f"{shown(more)} is no share; give a number such as 0.2")
     wanted = 1 / (1 - less_time) - 1
     if abs(more - wanted) < 0.005:
         return Verdict(True, f"{less_time:.0%} less time is {wanted:.0%} more throughput: the words differ by a third.")
     if abs(more - 100 * wanted) < 0.5:
         return Verdict(False, "right as a percentage; give a share such as 0.2")
-    return Verdict(
-        False, f"{more:g} is not it: a step takes {1 - less_time:g} of the time, so in the same time one does"
-    )
+    hint = f"a step takes {1 - less_time:g} of the time it took, so how many steps fit into the time of one?"
+    return Verdict(False, f"{more:g} is not it: {hint}")
 
 
 def check_blackwell(model: str, plan: Any, **setting: Any) -> Verdict:

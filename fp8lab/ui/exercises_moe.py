@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8lab.ui.lessons import Verdict
+from fp8lab.ui.lessons import Verdict, number, shown
 
 
 def check_depth(layers: Any, share: float, anywhere: float) -> Verdict:
     """10: the layers after which `anywhere` of the tokens changed experts, if `share` do in each, independently."""
-    if type(layers) is not int or layers < 1:
-        return Verdict(False, f"{layers!r} is no number of layers")
+    if type(layers) is not int or not 1 <= layers <= 10**6:
+        return Verdict(False, f"{shown(layers)} is no number of layers")
     reached = 1 - (1 - share) ** layers
     if reached < anywhere:
         hint = "a token keeps its experts with probability (1 - share)^layers"
@@ -23,8 +23,8 @@ def check_depth(layers: Any, share: float, anywhere: float) -> Verdict:
 
 def check_batch(batch: Any, experts: int, per_token: int, share: float) -> Verdict:
     """10: the smallest batch whose tokens, `per_token` random experts each, read `share` of all experts on average."""
-    if type(batch) is not int or batch < 1:
-        return Verdict(False, f"{batch!r} is no batch size")
+    if type(batch) is not int or not 1 <= batch <= 10**6:
+        return Verdict(False, f"{shown(batch)} is no batch size")
 
     def read(tokens: int) -> float:
         return 1 - (1 - per_token / experts) ** tokens
@@ -44,6 +44,8 @@ def check_routes(report: Any, left: float, whole: float, *, budget: float, most:
     """
     if any(report[report["side"] == "trainer"]["fp8"] > 0):
         return Verdict(False, "the trainer is to stay in BF16; start from PrecisionPlan.preset('fp8-rollout')")
+    if number(left) is None:
+        return Verdict(False, f"{shown(left)} is no share of tokens; measure it again with this plan")
     rows = report[report["side"] == "rollout"]
     kept, remain = 1 - float((rows["share"] * rows["fp8"]).sum()), left / whole
     if kept > budget:

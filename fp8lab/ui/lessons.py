@@ -1,12 +1,13 @@
 """The small things lessons are made of: a first cell, a prediction to commit to, a source listing, checkers with hints.
 
 A checker never raises on a wrong answer: a notebook must run to its end before its reader has solved anything. It
-returns a `Verdict`, which a cell displays.
+returns a `Verdict`, which a cell displays. What a reader typed in may be anything: `number` and `shown` take it safely.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import textwrap
 from collections.abc import Sequence
@@ -94,20 +95,43 @@ class Verdict:
         return f'<div style="border-left: 4px solid {color}; padding-left: 8px">{escape(repr(self))}</div>'
 
 
-def check_fallback(plan: Any, excess: float, reference: float, *, layers: int = 4, budget: int = 2) -> Verdict:
-    """Quickstart: at most `budget` of `layers` decoder layers in BF16, and at most 0.55 of the mismatch.
+def number(x: Any) -> float | None:
+    """What a reader typed in as a finite float; None for all else: text, truth values, NaN, infinities, integers that
+    no float holds."""
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        return None
+    try:
+        value = float(x)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
 
-    excess: token_mult_prob_error - 1 under `plan`; reference: the same of plain `fp8-rollout` at the same weights and
-    prompts.
+
+def shown(x: Any) -> str:
+    """repr(x) for a hint, cut at 60 characters; the type's name if it has none (Python prints no huge integers)."""
+    try:
+        text = repr(x)
+    except Exception:  # a reader's own object may do anything
+        return f"this {type(x).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_fallback(plan: Any, excess: Any, reference: float, *, layers: int = 4, budget: int = 2) -> Verdict:
+    """Quickstart: BF16 in at most `budget` of `layers` decoder layers, and at most 0.55 of the mismatch.
+
+    A layer counts as soon as one of its linears is in BF16. excess: token_mult_prob_error - 1 under `plan`; reference:
+    the same of plain `fp8-rollout` at the same weights and prompts.
     """
     if not isinstance(plan, PrecisionPlan):
         return Verdict(False, f"the plan is a {type(plan).__name__}; start from PrecisionPlan.preset('fp8-rollout')")
     if not plan.rollout.linear.is_fp8 or plan.trainer.linear.is_fp8:
         return Verdict(False, "the exercise is about FP8 on the rollout side only; start from the preset 'fp8-rollout'")
-    kept = [_kept(plan, layer, layers) for layer in range(layers)]
+    if number(excess) is None:
+        return Verdict(False, f"the mismatch is {shown(excess)}; measure it again with this plan")
+    kept = [_touched(plan, layer, layers) for layer in range(layers)]
     share = excess / reference
     if sum(kept) > budget:
-        return Verdict(False, f"{sum(kept)} of {layers} layers are in BF16; at most {budget} may be")
+        return Verdict(False, f"{sum(kept)} of {layers} layers have linears in BF16; at most {budget} may")
     if share > 0.55:
         hints = ["Keep some layers in BF16 with plan.with_bf16(...)", "One layer is not enough; you may keep two"]
         late = "An error made early passes through every later layer, one made late does not. Which end to protect?"
@@ -118,8 +142,29 @@ def check_fallback(plan: Any, excess: float, reference: float, *, layers: int = 
     )
 
 
-def _kept(plan: PrecisionPlan, layer: int, layers: int) -> bool:
-    """True if a whole decoder layer's linears stay in BF16 on the rollout side."""
+def _touched(plan: PrecisionPlan, layer: int, layers: int) -> bool:
+    """True if any planned linear of a decoder layer stays in BF16 on the rollout side."""
     names = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
     decisions = (plan.decide(f"model.{LAYER_LISTS[0]}.{layer}.{name}", "rollout", layers) for name in names)
-    return not any(decision.precision.is_fp8 for decision in decisions)
+    return not all(decision.precision.is_fp8 for decision in decisions)
+
+
+def check_order(runs: Any, better: Any, worse: Any, *, arm: str = "fp8-rollout", base: str = "bf16") -> Verdict:
+    """Quickstart: a seed under which `arm` ends more accurate than `base`, and one under which it ends less accurate.
+
+    runs: a table of `sweep.final_metrics`, one row a run.
+    """
+    table = runs.pivot(index="seed", columns="name", values="accuracy_last")
+    ahead = dict(zip(table.index.tolist(), (table[arm] - table[base]).tolist(), strict=True))
+    for seed, sign, word in ((better, 1, "above"), (worse, -1, "below")):
+        if type(seed) is not int or seed not in ahead:
+            return Verdict(False, f"{shown(seed)} is none of the seeds {', '.join(map(str, ahead))}")
+        if not sign * ahead[seed] > 0:
+            hint = "`runs` has a row a run: compare accuracy_last of both arms, seed by seed"
+            return Verdict(False, f"under seed {seed} {arm} ends {ahead[seed]:+.4f} from {base}, not {word} it; {hint}")
+    count = sum(value > 0 for value in ahead.values())
+    return Verdict(
+        True,
+        f"{ahead[better]:+.4f} and {ahead[worse]:+.4f}. {arm} is ahead in {count} of {len(ahead)} seeds: with one seed "
+        "the study could have said either.",
+    )
