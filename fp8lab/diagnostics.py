@@ -25,6 +25,7 @@ from fp8lab.linear import QuantizedWeight, float8_layers
 from fp8lab.operands import LinearPrecision
 
 if TYPE_CHECKING:
+    from fp8lab.attention_scales import AttentionScales
     from fp8lab.rollout.engine import Rollout
     from fp8lab.trainer import Trainer
 
@@ -86,20 +87,26 @@ def mismatch(rollout_logprobs: torch.Tensor, trainer_logprobs: torch.Tensor, mas
     )
 
 
-def gap_parts(trainer: Trainer, rollout: Rollout) -> dict[str, float]:
+def gap_parts(trainer: Trainer, rollout: Rollout, scales: AttentionScales | None = None) -> dict[str, float]:
     """How much of the gap to a rollout is the engine's and how much the precision's: mean |.| in nats of both parts of
 
         t - g = (t - s) + (s - g)       s: scored by the trainer's kernels, but rounded as the rollout side does
 
     `engine_gap` is s - g: equal weights and formats, another engine. `precision_gap` is t - s: equal kernels, other
-    formats; 0 where the sides round alike. trainer: at the weights of the rollout; it is left as it is.
+    formats; 0 where the sides round alike. trainer: at the weights of the rollout; it is left as it is. scales: the
+    engine's, of FP8 attention on the rollout side; default: calibrated on the rollout.
     """
+    from fp8lab.attention import attention_of
+    from fp8lab.calibration import calibrate
     from fp8lab.conversion import convert
     from fp8lab.scoring import shared_copy
 
     rounded = copy.copy(trainer)
     rounded.model = shared_copy(trainer.model)
     convert(rounded.model, trainer.plan, side="rollout")
+    state = attention_of(rounded.model)
+    if state is not None and not state.dynamic:
+        state.scales = scales or calibrate(rounded.model, rollout, state.precision).scales
     s, t, g = (x[rollout.mask] for x in (rounded.score(rollout), trainer.score(rollout), rollout.logprobs))
     return {"engine_gap": (s - g).abs().mean().item(), "precision_gap": (t - s).abs().mean().item()}
 

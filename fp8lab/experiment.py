@@ -174,7 +174,8 @@ class Loop:
         parts = {}
         if config.engine == "vllm":
             with self._timed("gap_parts"):
-                parts = gap_parts(self.trainer, rollout)
+                scales = self.engine.attention_scales if config.calibrates else None
+                parts = gap_parts(self.trainer, rollout, scales)
         with self._timed("reward"):
             rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
         with self._timed("train"):

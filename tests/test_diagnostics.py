@@ -286,3 +286,15 @@ def test_the_gap_has_an_engine_part_and_a_precision_part():
     assert torch.equal(trainer.score(rollout), before)  # the trainer is left as it was
     same = Trainer("tiny-llama", PrecisionPlan.preset("fp8-e2e"))
     assert gap_parts(same, rollout)["precision_gap"] == 0
+
+
+def test_the_gaps_parts_with_an_fp8_cache():
+    """The engine's own scales, or some calibrated on the rollout: its part stays small beside the cache's."""
+    plan = PrecisionPlan.preset("fp8-rollout-kv")
+    trainer = Trainer("tiny-llama", plan)
+    engine = NativeEngine(trainer.model, plan, tokenizer=trainer.tokenizer)
+    engine.calibrate(["47+38=", "5-9="])
+    rollout = engine.generate(["47+38=", "5-9="], SamplingParams(n=8, max_tokens=6), seed=0)
+    given, own = gap_parts(trainer, rollout, engine.attention_scales), gap_parts(trainer, rollout)
+    assert given["precision_gap"] > 5 * given["engine_gap"] > 0
+    assert own["precision_gap"] > given["engine_gap"] and own != given
