@@ -21,7 +21,7 @@ def test_links_and_named_files_exist():
     files = re.search(r"## Files\n+```\n(.*?)```", README, flags=re.DOTALL)[1]
     inside = files.split("fp8lab/\n")[1]
     for name in set(re.findall(r"\b(\w+\.py)\b", inside)):
-        assert any((ROOT / "fp8lab" / folder / name).is_file() for folder in ("", "rollout")), name
+        assert any((ROOT / "fp8lab" / folder / name).is_file() for folder in ("", "rollout", "ui")), name
     shipped = {path.name for folder in ("", "rollout") for path in (ROOT / "fp8lab" / folder).glob("*.py")}
     shipped -= {"__init__.py", "__main__.py"}
     assert shipped <= set(re.findall(r"\b(\w+\.py)\b", inside))

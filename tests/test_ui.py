@@ -14,7 +14,7 @@ import pytest
 
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.precision import PrecisionPlan
-from fp8lab.runlog import find_runs
+from fp8lab.runlog import RunLog, find_runs
 from fp8lab.tasks import data_dir
 from fp8lab.ui import lessons, plots
 from fp8lab.ui.panels import RunPanel, arm_name, static_reason
@@ -263,19 +263,143 @@ def test_an_exception_while_drawing_is_shown_and_raised(monkeypatch):
 
 def test_every_control_over_its_range():
     panel = RunPanel(TINY)
+    panel.toggles["custom"].value = True
     for control in (panel.steps, panel.seed, panel.rate, panel.last):
         low, high = (10**e for e in (control.min, control.max)) if control is panel.rate else (control.min, control.max)
         for value in (low, type(low)((low + high) / 2), high):
             control.value = value
             for config in panel.configs().values():
                 assert ExperimentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+                assert (config.steps, config.seed) == (panel.steps.value, panel.seed.value)
+                assert config.grpo.learning_rate == panel.rate.value
     for value in (True, False):
         panel.other.value = value
         assert {c.rollout_kernels for c in panel.configs().values()} == {"other" if value else "default"}
-    assert list(panel.configs()) == ["bf16", "fp8-rollout, last 4 in BF16", "fp8-e2e, last 4 in BF16"]
-    panel.last.value = 0
+    presets = ["bf16", "fp8-rollout, last 4 in BF16", "fp8-e2e, last 4 in BF16"]
+    assert list(panel.configs()) == [*presets, "custom"]
+    panel.last.value, panel.toggles["custom"].value = 0, False
     assert {name: c.plan.name for name, c in panel.configs().items()} == {arm: arm for arm in plots.ARMS}
     assert arm_name("bf16", 2) == "bf16"
+
+
+PLAN = PrecisionPlan.preset("fp8-e2e-kv", rule="nemo_rl").with_bf16(layers=[1], modules=["*.o_proj"], side="trainer")
+SLOW = dataclasses.replace(TINY.grpo, learning_rate=1e-6)
+FAST = dataclasses.replace(TINY.grpo, learning_rate=1, importance_sampling="tis", importance_sampling_max=float("inf"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grpo": SLOW, "seed": 2_000_000, "steps": 12_345, "rollout_kernels": "batch_invariant"},
+        {"grpo": FAST, "seed": -7, "plan": PLAN.with_bf16(first=3), "rollout_kernels": "default"},
+        {"grpo": dataclasses.replace(SLOW, learning_rate=1e-5), "plan": PrecisionPlan.preset("mxfp8-rollout")},
+        {"grpo": dataclasses.replace(SLOW, learning_rate=1e-9, importance_sampling="geometric")},
+    ],
+)
+def test_nothing_changes_that_nobody_touched(changes):
+    base = dataclasses.replace(TINY, **changes)
+    panel = RunPanel(base)
+    plans = {arm: PrecisionPlan.preset(arm) for arm in plots.ARMS}
+    if "plan" in changes:  # no preset's button makes it, so it is an arm of its own, and chosen
+        plans["custom"] = dataclasses.replace(base.plan, name="custom")
+    assert panel.configs() == {arm: dataclasses.replace(base, name=arm, plan=plan) for arm, plan in plans.items()}
+    if base.rollout_kernels == "batch_invariant":
+        for kernels in ("other", "batch_invariant"):
+            panel.other.value = not panel.other.value
+            assert {config.rollout_kernels for config in panel.configs().values()} == {kernels}
+
+
+def write_runs(home, number, configs):
+    """Run folders as a panel leaves them, without rows."""
+    for i, config in enumerate(configs):
+        with RunLog(home / f"{number}{i}") as log:
+            log.start(config.to_dict())
+
+
+def chosen(panel, *arms, **values):
+    """The panel with these arms chosen, and these values in its controls."""
+    for arm, toggle in panel.toggles.items():
+        toggle.value = arm in arms
+    for name, value in values.items():
+        getattr(panel, name).value = value
+    return panel
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("arms", "values"),
+    [
+        (["fp8-rollout"], {"last": 2, "steps": 7}),
+        (["bf16", "fp8-e2e"], {"seed": 5, "other": False}),
+        (["custom"], {"rate": 3e-4}),
+        (["bf16", "custom"], {"last": 1}),
+    ],
+)
+def test_the_controls_come_back_from_the_run_folders(tmp_path, arms, values, order):
+    base = dataclasses.replace(TINY, grpo=SLOW, plan=PLAN, temperature=0.7)
+    write_runs(tmp_path, 0, RunPanel(TINY).configs().values())  # older ones, with other settings
+    panel = chosen(RunPanel(base), *arms, **values)
+    panel.editor.sides["trainer"].gradient.value = "e5m2"
+    panel.editor.mode.value, panel.editor.low.value, panel.editor.high.value = "icepop", 0.5, 5.0
+    configs = panel.configs()
+    write_runs(tmp_path, 1, list(configs.values())[::order])
+
+    again = RunPanel.from_runs(tmp_path)
+    assert again.configs() == configs and again.last.value == panel.last.value
+    assert {arm for arm, toggle in again.toggles.items() if toggle.value} == set(arms)
+    attached = RunPanel(dataclasses.replace(TINY, temperature=0.7)).attach(tmp_path)
+    assert attached.configs() == configs
+
+    again.toggles["custom"].value = again.toggles["fp8-rollout"].value = True
+    mixed = again.configs()
+    if "custom" in arms:
+        assert mixed["custom"] == configs["custom"]
+    if arms != ["custom"]:  # the presets keep the correction they had
+        assert {c.grpo.importance_sampling for name, c in mixed.items() if name != "custom"} == {"is"}
+
+
+def test_a_config_of_another_version_is_no_hindrance(tmp_path):
+    write_runs(tmp_path, 0, [TINY])
+    config = json.loads((tmp_path / "00" / "config.json").read_text())
+    (tmp_path / "00" / "config.json").write_text(json.dumps(config | {"gone": 1}))
+    assert RunPanel(TINY).attach(tmp_path).configs() == RunPanel(TINY).configs()
+    with pytest.raises(ValueError, match="gone"):
+        RunPanel.from_runs(tmp_path)
+    panel = chosen(RunPanel(TINY), "fp8-e2e", last=3)
+    write_runs(tmp_path, 1, panel.configs().values())
+    assert RunPanel.from_runs(tmp_path).configs() == panel.configs()
+
+
+def test_an_arm_that_cannot_run_is_refused_in_words():
+    panel = chosen(RunPanel(TINY), "bf16", "custom")
+    panel.editor.sides["rollout"].weight.value = "e4m3"
+    panel.editor.mode.value = "none"
+    panel.run_button.click()
+    assert not panel.running and panel.runs == {}
+    for text in (panel.status.value, panel.editor.line.value):
+        assert "cannot run" in text and "allow_uncorrected_fp8_rollout" in text and "raceback" not in text
+    assert not panel.run_button.disabled and not panel.editor.mode.disabled
+    panel.toggles["custom"].value = False
+    panel.run_button.click()
+    assert list(panel.wait(60).arm.unique()) == ["bf16"]
+
+
+def test_the_own_arm_runs_as_it_was_set():
+    panel = chosen(RunPanel(TINY), "custom", last=2)
+    rollout, trainer = panel.editor.sides["rollout"], panel.editor.sides["trainer"]
+    assert rollout.rule.disabled and panel.editor.low.disabled
+    rollout.weight.value = rollout.activation.value = trainer.weight.value = "e4m3"
+    rollout.rule.value, panel.editor.mode.value = "pow2", "tis"
+    expected = panel.configs()
+    panel.run_button.click()
+    assert all(control.disabled for control in panel.editor.controls())
+    rows = panel.wait(60)
+    assert list(rows.arm.unique()) == ["custom"] and rows.token_mult_prob_error.iloc[-1] > 1
+    assert not any(control.disabled for control in panel.editor.controls())
+    logged = json.loads((panel.runner.folders["custom"] / "config.json").read_text())
+    assert {"custom": ExperimentConfig.from_dict(logged)} == expected
+    assert logged["plan"]["rollout"]["fallback"]["last"] == 0, "the slider above is the presets'"
+    assert "custom/mismatch" in {trace.meta for trace in panel.figure.data}
 
 
 def test_static_mode_has_no_live_widget(monkeypatch):
