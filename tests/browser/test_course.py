@@ -81,6 +81,21 @@ def test_00_toggles_stop_reload_and_attach(open_notebook):
     assert not notebook.ask("panel.running")
     assert [notebook.points(f"{arm}/mismatch") for arm in ARMS] == [3, 3, 3], "arms that were not chosen stay"
 
+    # An arm of one's own: what it is, or why it cannot run, is said at once.
+    own = panel.locator(".jupyter-widget-Collapse", has_text="Your own arm")
+    own.locator(".jupyter-widget-Collapse-header").click()
+    choose = lambda label, n=0: own.locator(".widget-dropdown", has_text=label).nth(n).locator("select")  # noqa: E731
+    choose("weights").select_option("E4M3")
+    choose("scale rule").select_option("deepgemm")
+    expect(own.locator("code")).to_contain_text("deepgemm")
+    choose("correction").select_option("none")
+    expect(own.get_by_text("This arm cannot run")).to_be_visible()
+    notebook.shot("own arm refused")
+    own.locator("label", has_text="an ablation").locator("input").check()
+    expect(own.locator("code")).to_contain_text("correction none")
+    notebook.shot("own arm")
+    own.locator(".jupyter-widget-Collapse-header").click()
+
     assert contrast(page) > 3
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
