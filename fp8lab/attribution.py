@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 TENSORS = ("weight+activation", "weight", "activation")
 UNITS = ("module", "layer")
+SWEEPS = ("in", "out")
 RECORDED_TOKENS = 512
 """Tokens in one batch of `first_order`, which holds inputs, outputs and gradients of all linears (some 2 MB a token for
 a model of 135 M parameters)."""
@@ -92,16 +93,13 @@ def attribute(
 
     _check(by, tensors, sweeps, probes)
     tokens, mask, temperature = sample_tokens(sample, mask)
-    number = num_decoder_layers(model)
-    plan.require_fit(module_names(model), number)
-    decided = {name: plan.decide(name, side, number).precision for name, _ in linear_modules(model)}
-    planned = {name: precision for name, precision in decided.items() if precision.is_fp8}
+    planned = planned_linears(model, plan, side)
     if not planned:
         raise ValueError(
             f"plan {plan.name!r} has no FP8 linear on the {side} side; nothing to attribute (fused experts never are)"
         )
     flops = planned_flops(plan, model, side)
-    units, work = _units(list(planned), by), shared_copy(model)
+    units, work = units_of(list(planned), by), shared_copy(model)
     convert(work, PrecisionPlan.preset("bf16"), side=side, backend="emulated")
     layers = {name: layer for name, layer in _linears(work) if name in planned}
     effects, readers, health = first_order(work, layers, planned, tokens, mask, temperature, tensors, probes, seed)
@@ -249,7 +247,16 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
     return ((name, layer) for name, layer in float8_layers(model) if isinstance(layer, Float8Linear))
 
 
-def _units(names: list[str], by: str) -> dict[str, list[str]]:
+def planned_linears(model: nn.Module, plan: PrecisionPlan, side: Side) -> dict[str, LinearPrecision]:
+    """What a plan makes of each linear that has an FP8 operand on that side; ValueError if the plan does not fit."""
+    number = num_decoder_layers(model)
+    plan.require_fit(module_names(model), number)
+    decided = {name: plan.decide(name, side, number).precision for name, _ in linear_modules(model)}
+    return {name: precision for name, precision in decided.items() if precision.is_fp8}
+
+
+def units_of(names: list[str], by: str) -> dict[str, list[str]]:
+    """Name of each module, or of each decoder layer -> the modules it has of `names`."""
     if by == "module":
         return {name: [name] for name in names}
     units: dict[str, list[str]] = {}
@@ -344,9 +351,15 @@ def sample_tokens(
     return sample, mask, 1.0
 
 
-def _check(by: str, tensors: Sequence[str], sweeps: Sequence[str], probes: int) -> None:
-    for name, given, allowed in (("by", [by], UNITS), ("tensors", tensors, TENSORS), ("sweeps", sweeps, ("in", "out"))):
-        if wrong := [value for value in given if value not in allowed]:
+def require_known(**given: Sequence[str]) -> None:
+    """ValueError for a `by`, `tensors` or `sweeps` with a value that is not allowed."""
+    for name, values in given.items():
+        allowed = {"by": UNITS, "tensors": TENSORS, "sweeps": SWEEPS}[name]
+        if wrong := [value for value in values if value not in allowed]:
             raise ValueError(f"{name} has {wrong[0]!r}; allowed: {', '.join(allowed)}")
+
+
+def _check(by: str, tensors: Sequence[str], sweeps: Sequence[str], probes: int) -> None:
+    require_known(by=[by], tensors=tensors, sweeps=sweeps)
     if isinstance(tensors, str) or not tensors or probes < 1:
         raise ValueError(f"tensors is {tensors!r} and probes {probes}; give a list of tensors and at least one probe")
