@@ -57,9 +57,7 @@ def attribute_gradient(
     tokens, mask, temperature = sample_tokens(sample, mask)
     advantages = 1.0 - torch.arange(len(tokens)) % 2 * 2 if advantages is None else advantages
     if advantages.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"advantages have shape {tuple(advantages.shape)}; there must be {len(tokens)}"
-        )
+        raise ValueError(f"advantages have shape {tuple(advantages.shape)}; there must be {len(tokens)}")
     signal = torch.where(mask, advantages[:, None], 0.0) / mask.sum().clamp(min=1)
     planned = {n: p for n, p in planned_linears(model, plan, "trainer").items() if p.gradient in FP8}
     if not planned:
