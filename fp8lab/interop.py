@@ -124,6 +124,7 @@ def _nemo_rl_keys(config: ExperimentConfig) -> tuple[dict[str, Any], list[str]]:
         (grpo.loss_type == "dr_grpo", "loss_type 'dr_grpo' (written as token_level_loss: true)"),
         (grpo.scale_rewards == "batch", "scale_rewards 'batch' (written as normalize_rewards: true)"),
         (grpo.num_iterations > 1, f"num_iterations {grpo.num_iterations}; NeMo RL passes over a rollout once"),
+        (grpo.drop_rejected, "drop_rejected; in NeMo RL rejected tokens stay in the loss's denominator"),
         (completions % grpo.steps_per_generation, f"{grpo.steps_per_generation} unequal updates of {completions}"),
     )
     notes += [f"not expressible: {text}" for found, text in limits if found]
@@ -238,6 +239,8 @@ def to_verl(recipe: Recipe) -> Export:
     config, carried = _parts(recipe)
     grpo, plan, notes = config.grpo, config.plan, _limits(config, carried, "verl")
     correction, more = translator.write("verl", _correction(config))
+    if grpo.drop_rejected and correction.get("rollout_rs") is None:
+        notes.append("not expressible: drop_rejected; only verl's rollout_rs takes tokens out of the denominator")
     trains_fp8 = plan.trainer.linear.is_fp8
     optim: dict[str, Any] = {
         "lr": grpo.learning_rate,
@@ -346,6 +349,7 @@ def _limits(config: ExperimentConfig, carried: dict[str, Any], name: str) -> lis
     }
     limits = [
         (trl and rollout.linear.is_fp8, "FP8 rollouts: TRL passes vLLM no quantization (PR #3428 closed)"),
+        (trl and grpo.drop_rejected, "drop_rejected; in TRL rejected tokens stay in the loss's denominator"),
         (trl and trainer.linear.is_fp8, "FP8 training: TRL's trainer is BF16 (PR #3399 open)"),
         (rollout.attention.is_fp8, "an FP8 KV cache (verl: PR #4435 open)"),
         (trainer.attention.is_fp8, "FP8 attention in the trainer"),

@@ -31,8 +31,8 @@ NOTES = {
         "to its minimum; here a non-finite one weighs 0, and exponents are clamped at 20",
     ),
     "verl": (
-        "verl: rollout_rs takes rejected tokens out of response_mask, so out of the loss's denominator too; IcePop "
-        "thresholds do not. Here rejected tokens stay in it",
+        "verl: rollout_rs takes rejected tokens out of response_mask, so out of the loss's denominator too, as "
+        "GRPOConfig.drop_rejected does here; IcePop thresholds do not",
         "verl: a NaN log-prob is not caught and makes the loss NaN; here it weighs 0 and is counted",
         "verl: the YAML default is rollout_is: null, the dataclass default is 'sequence'",
     ),

@@ -379,6 +379,7 @@ def test_verl_of_a_published_recipe():
         (fp8(grpo=GRPOConfig(seq_logprob_error_threshold=2.0)), "seq_logprob_error", "seq_logprob_error"),
         (fp8(grpo=GRPOConfig(force_on_policy_ratio=True)), "force_on_policy_ratio", "force_on_policy_ratio"),
         (fp8(grpo=GRPOConfig(leave_one_out=True)), "leave-one-out", "RLOOTrainer"),
+        (fp8(grpo=GRPOConfig(drop_rejected=True)), "drop_rejected", "drop_rejected"),
     ],
 )
 def test_what_verl_and_trl_cannot_say_is_a_note(config, verl_words, trl_words):
@@ -386,6 +387,16 @@ def test_what_verl_and_trl_cannot_say_is_a_note(config, verl_words, trl_words):
         assert any("not expressible" in note and words in note for note in write(config).notes)
     plain = ExperimentConfig(grpo=GRPOConfig(importance_sampling="tis"))
     assert not [note for write in (to_verl, to_trl) for note in write(plain).notes if "not expressible" in note]
+
+
+def test_where_rejected_tokens_go():
+    """verl's rollout_rs takes them out of the denominator, its IcePop thresholds and NeMo RL do not."""
+    masks = dict(importance_sampling="sequence-mask", importance_sampling_min=0.5, importance_sampling_max=3.0)
+    config = fp8(grpo=GRPOConfig(**masks, drop_rejected=True))
+    verl = to_verl(config)
+    dropped = verl.settings["algorithm"]["rollout_correction"].get("rollout_rs") is not None
+    assert dropped != any("drop_rejected" in note and "not expressible" in note for note in verl.notes)
+    assert any("not expressible: drop_rejected" in note for note in to_nemo_rl(config).notes)
 
 
 def test_trl_gets_its_own_fields():
