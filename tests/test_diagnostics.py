@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -56,6 +57,10 @@ def test_by_hand():
     }
     assert report.as_dict() == pytest.approx(want, rel=1e-6)
     assert list(report.as_dict()) == [f.name for f in dataclasses.fields(MismatchReport)]
+    source = inspect.getsource(MismatchReport)
+    for value in ("0.25]", "0.0589]", "1.25]", "log 2 = 0.693]"):  # the worked example in the docstrings
+        assert value in source
+    assert (k3, js, log2) == pytest.approx((0.25, 0.0589, 0.693), abs=5e-4)
 
 
 def test_directions():
