@@ -21,8 +21,9 @@ def test_without_vllm_the_error_says_what_to_run(no_vllm):
         VLLMEngine("tiny-llama", None)
 
 
-def test_dropped_weights_must_come_back_before_anything_reads_them():
+def test_dropped_weights_must_come_back_before_anything_reads_them(monkeypatch):
     """sleep(2) with a stand-in for vLLM's LLM: waking brings no weights back, setting scales neither, a refit does."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as start_vllm leaves it
     engine, calls = object.__new__(VLLMEngine), []
     names = ("sleep", "wake_up", "collective_rpc", "reset_prefix_cache")
     engine.llm = type("LLM", (), {n: lambda self, *a, n=n, **k: calls.append(n) or True for n in names})()
