@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from fp8lab.rollout import NativeEngine, Rollout, SamplingParams
 from fp8lab.rollout.vllm import VLLMEngine
 from fp8lab.runlog import RunLog
 from fp8lab.tasks import Task, load_task, prompt_batch
-from fp8lab.trainer import Trainer
+from fp8lab.trainer import Trainer, timed
 
 Callback = Callable[[dict[str, Any]], None]
 PROBED = 16  # prompts of each kind in a check
@@ -168,22 +167,22 @@ class Loop:
         """Take step `number` (from 1): the metrics row and a few samples."""
         config = self.config
         batch = prompt_batch(self.task.train, config.prompts_per_step, config.seed, number)
-        with self._timed("rollout"):
+        with timed(self.seconds, "rollout"):
             rollout = self._generate(batch["prompt"], self._sampling(), "rollout", number)
         attention = self._attention_metrics(number)
         parts = {}
         if config.engine == "vllm":
-            with self._timed("gap_parts"):
+            with timed(self.seconds, "gap_parts"):
                 scales = self.engine.attention_scales if config.calibrates else None
                 parts = gap_parts(self.trainer, rollout, scales)
-        with self._timed("reward"):
+        with timed(self.seconds, "reward"):
             rewards = self._grade(batch, rollout.completions, config.grpo.num_generations)
-        with self._timed("train"):
+        with timed(self.seconds, "train"):
             metrics = self.trainer.step(rollout, rewards)
         self.seconds["train"] -= sum(self.trainer.seconds.values())
         self.seconds |= self.trainer.seconds
         self.trainer.seconds.clear()
-        with self._timed("refit"):
+        with timed(self.seconds, "refit"):
             self.engine.refit(self.trainer)
         if config.calibrates and config.recalibrate in ("every-step", "rollout"):
             self._calibrate(rollout if config.recalibrate == "every-step" else None)
@@ -213,7 +212,7 @@ class Loop:
             self.set_attention_scales(AttentionScales(**{operand: row[operand] for operand in OPERANDS}))
 
     def _calibrate(self, batch: Rollout | list[str] | None) -> None:
-        with self._timed("calibrate"):
+        with timed(self.seconds, "calibrate"):
             self.engine.calibrate(batch)
         self.set_attention_scales(self.engine.attention_scales)
 
@@ -244,7 +243,7 @@ class Loop:
         dataset = self.task.validation
         size = len(dataset) if final else min(config.eval_prompts, len(dataset))
         batch = dataset[: size - size % distributed.size()]
-        with self._timed("evaluate"):
+        with timed(self.seconds, "evaluate"):
             sampling = dataclasses.replace(self._sampling(), n=config.eval_samples * (2 if final else 1))
             rollout = self._generate(batch["prompt"], sampling, "evaluate", number)
             rewards = self._grade(batch, rollout.completions, sampling.n)
@@ -253,7 +252,7 @@ class Loop:
     def check(self, number: int) -> dict[str, Any]:
         """What `alarms.refit_check` finds after the refit of step `number`: prompts of that step and of the next."""
         size, seed = self.config.prompts_per_step, self.config.seed
-        with self._timed("check"):
+        with timed(self.seconds, "check"):
             prompts = [prompt_batch(self.task.train, size, seed, n)["prompt"][:PROBED] for n in (number, number + 1)]
             sampling = dataclasses.replace(self._sampling(), n=2)
             return refit_check(self.engine, self.trainer, *prompts, sampling, seed=stream(seed, "check", number))
@@ -274,12 +273,6 @@ class Loop:
         columns = {key: [v for v in values for _ in range(n)] for key, values in batch.items()}
         prompts = columns.pop("prompt")
         return self.task.reward(prompts, list(completions), **columns)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def run(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8lab import nemo_rl, translator
+from fp8lab import corrections, nemo_rl, translator
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.nemo_rl import BASE_FILE, MEGATRON, flatten, nest, resolved, with_defaults
 from fp8lab.precision import Fallback, PrecisionPlan
@@ -140,7 +140,7 @@ def _model_note(config: ExperimentConfig) -> list[str]:
 
 def _correction(config: ExperimentConfig) -> translator.Setting:
     grpo = config.grpo
-    if grpo.importance_sampling in ("none", "is"):
+    if grpo.importance_sampling in corrections.UNBOUNDED:
         return translator.Setting(mode=grpo.importance_sampling)
     low, high = grpo.importance_sampling_min, grpo.importance_sampling_max
     return translator.Setting(mode=grpo.importance_sampling, low=low, high=high)

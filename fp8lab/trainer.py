@@ -47,6 +47,14 @@ from fp8lab.rollout.engine import Rollout
 from fp8lab.runlog import discard
 
 
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add the seconds that the block takes to seconds[part]."""
+    start = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
+
+
 class NonFiniteLossError(FloatingPointError):
     """The loss or a gradient is NaN or infinite; no weight was changed."""
 
@@ -78,7 +86,7 @@ class Trainer:
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if self.config.beta else None
         self.optimizer = self._new_optimizer()
         self.updates, self.max_updates = 0, max_updates
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
         """Time spent in parts of `step`: `score` (a forward of its own), `quantize`; whoever reads it may clear it."""
         if self.config.lr_scheduler_type == "linear" and max_updates is None:
             raise ValueError("lr_scheduler_type 'linear' needs max_updates, the number of updates planned")
@@ -126,7 +134,7 @@ class Trainer:
         threshold = config.seq_logprob_error_threshold
         old = None
         if config.updates_per_rollout > 1 or threshold is not None or config.drop_rejected:
-            with self._timed("score"):
+            with timed(self.seconds, "score"):
                 old = self.score(rollout)
         totals: dict[str, float] = defaultdict(float)
         if threshold is not None:
@@ -219,14 +227,8 @@ class Trainer:
             group["lr"] = self.learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        with self._timed("quantize"):
+        with timed(self.seconds, "quantize"):
             refresh(self.model)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
 
     @property
     def learning_rate(self) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fp8lab.corrections import MODES
+from fp8lab.corrections import MODES, UNBOUNDED
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.models import resolve_model
 from fp8lab.operands import FP8, FP8_ATTENTION, AttentionPrecision
@@ -33,8 +33,6 @@ from fp8lab.scales import SCALE_RULES
 
 OWN = "custom"
 """Name of the arm, of its plan and of its curve."""
-UNBOUNDED = ("none", "is")
-"""Corrections that ignore the bounds."""
 CORRECTION = ("importance_sampling", "importance_sampling_min", "importance_sampling_max")
 """GRPOConfig's fields that an ArmEditor sets; allow_uncorrected_fp8_rollout belongs to them."""
 FORMATS = [("BF16", "bf16"), ("E4M3", "e4m3"), ("E5M2", "e5m2")]
