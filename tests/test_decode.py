@@ -13,7 +13,7 @@ from fp8lab.models import load_model, load_tokenizer
 from fp8lab.precision import PrecisionPlan
 from fp8lab.quantizers import BlockQuantizer
 from fp8lab.rollout import NativeEngine, SamplingParams
-from fp8lab.rollout.decode import KEPT, Decoder, KVCache, unsupported
+from fp8lab.rollout.decode import FEW_TOKENS, KEPT, SMALLEST_PRODUCT, Decoder, KVCache, attend, unsupported
 from fp8lab.trainer import Trainer
 
 SIZES = {
@@ -158,6 +158,22 @@ def test_a_wrong_position_would_be_seen():
             _, cache = decoder.prefill(prompts, lengths, 8)
             results.append(decoder.step(torch.tensor([7]), lengths + shift, cache))
     assert not torch.allclose(*results, atol=1e-3)
+
+
+def test_attention_equals_torchs_own_in_each_of_its_three_ways():
+    ways = set()
+    for new, keys, groups in itertools.product((1, 3, 20), (20, 21, 40), (1, 3)):
+        torch.manual_seed(0)
+        q, (k, v) = torch.randn(5, 2 * groups, new, 8), torch.randn(2, 5, 2, keys, 8)
+        mask = torch.arange(keys) <= torch.randint(0, keys, (5, 1, new, 1))
+        bias = torch.where(mask, 0.0, float("-inf"))
+        found, _ = attend(None, q, k, v, mask, scaling=0.4, bias=bias)
+        reference = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), attn_mask=mask, scale=0.4, enable_gqa=True
+        )
+        torch.testing.assert_close(found.transpose(1, 2).double(), reference, atol=1e-6, rtol=1e-5)
+        ways.add("torch" if new > FEW_TOKENS else groups * new * keys * 8 < SMALLEST_PRODUCT)
+    assert ways == {"torch", True, False}
 
 
 def test_the_cache_keeps_what_was_written():

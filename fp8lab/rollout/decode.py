@@ -86,7 +86,6 @@ class KVCache:
         self.free = [] if free is None else free
         shapes = [((len(KINDS), rows, heads, columns, width), dtype) for dtype, width in self.fields(head_dim)]
         self.buffers = [[self._room(shape, dtype, device) for shape, dtype in shapes] for _ in range(layers)]
-        self.row = torch.arange(rows, device=device)[:, None]
         self.used = 0  # columns that some row has written; the others hold nothing yet
 
     def fields(self, head_dim: int) -> tuple[tuple[torch.dtype, int], ...]:
@@ -113,10 +112,9 @@ class KVCache:
     def places(self, positions: torch.Tensor) -> torch.Tensor:
         """Where `append` writes tokens at these positions (R, T): for each of their heads' keys and values (R, T, 2,
         heads) the number of its place, counted through kinds, rows, heads and columns."""
-        kinds, rows, heads, columns, _ = self.buffers[0][0].shape
-        kind = torch.arange(kinds, device=positions.device)[:, None] * rows
-        head = torch.arange(heads, device=positions.device)
-        return ((kind + self.row[:, :, None, None]) * heads + head) * columns + positions[:, :, None, None]
+        *shape, columns, _ = self.buffers[0][0].shape
+        first = torch.arange(0, math.prod(shape) * columns, columns, device=positions.device)
+        return first.view(shape).transpose(0, 1)[:, None] + positions[:, :, None, None]
 
     def append(self, layer: int, kv: torch.Tensor, places: torch.Tensor) -> None:
         """Write keys and values (R, T, 2, heads, D) of every row at its `places`."""
@@ -134,8 +132,9 @@ class KVCache:
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows, in this order; a row named several times is copied."""
-        rows = rows.to(self.row.device)
-        if torch.equal(rows, self.row[:, 0]):
+        first = self.buffers[0][0][0]
+        rows = rows.to(first.device)
+        if torch.equal(rows, torch.arange(len(first), device=rows.device)):
             return
         for buffers in self.buffers:
             for field, old in enumerate(buffers):
@@ -144,7 +143,6 @@ class KVCache:
                 buffers[field] = new
                 if _memory(old) >= new.nbytes:  # else a growing batch would hold all that it has outgrown
                     self.free.append(old)
-        self.row = torch.arange(len(rows), device=rows.device)[:, None]
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialized buffer, in memory that was freed if some is large enough: fresh memory costs more than the
@@ -177,15 +175,17 @@ def _memory(buffer: torch.Tensor) -> int:
 
 
 def attend(module: nn.Module, q, k, v, mask, *, scaling: float, bias: torch.Tensor, **_) -> tuple[torch.Tensor, None]:
-    """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there, unless
-    each is so small that torch.bmm has it done by a plain loop."""
-    together = q.shape[1] // k.shape[1] * q.shape[2]  # queries that share keys become rows of one matrix
-    if q.shape[2] <= FEW_TOKENS and together * k.shape[2] * k.shape[3] >= SMALLEST_PRODUCT:
+    """Attention as in transformers' forward; of few new tokens as two batched matmuls, which are faster there, or as
+    products and sums where torch.bmm would have each matrix product done by a plain loop."""
+    if q.shape[2] <= FEW_TOKENS:
+        together = q.shape[1] // k.shape[1] * q.shape[2]  # queries that share keys become rows of one matrix
         grouped = q.reshape(*k.shape[:2], together, q.shape[-1])
-        scores = torch.matmul(grouped, k.transpose(2, 3)).mul_(scaling)
-        scores.view(*k.shape[:2], -1, *bias.shape[2:]).add_(bias[:, :, None])
+        small = together * k.shape[2] * k.shape[3] < SMALLEST_PRODUCT
+        scores = (grouped[..., None, :] * k[:, :, None]).sum(-1) if small else torch.matmul(grouped, k.transpose(2, 3))
+        scores.mul_(scaling).view(*k.shape[:2], -1, *bias.shape[2:]).add_(bias[:, :, None])
         p = scores.softmax(dim=-1)
-        return torch.matmul(p, v).view(*q.shape[:3], -1).transpose(1, 2), None
+        out = (p[..., None] * v[:, :, None]).sum(-2) if small else torch.matmul(p, v)
+        return out.view(*q.shape[:3], -1).transpose(1, 2), None
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling, enable_gqa=shared)
     return out.transpose(1, 2), None
@@ -219,7 +219,8 @@ class Decoder:
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Logits (R, V) after one more token (R,) at its position (R,) in every row of the cache."""
-        new, at = tokens[:, None].to(cache.row.device), positions[:, None].to(cache.row.device)
+        device = self.cos.device
+        new, at = tokens[:, None].to(device), positions[:, None].to(device)
         return self._forward(new, at, cache, torch.zeros_like(at[:, 0])).to(tokens.device)
 
     def _forward(self, tokens, positions, cache: KVCache, last: torch.Tensor) -> torch.Tensor:

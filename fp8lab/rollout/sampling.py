@@ -111,7 +111,7 @@ def draw(
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1)[rows]
     else:
-        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)[rows]
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64).index_select(0, rows)
         target = uniform[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     if sampling.raw_logprobs:
