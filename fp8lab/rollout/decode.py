@@ -128,7 +128,7 @@ class KVCache:
 
     def stored(self, layer: int, length: int) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
         """`key` and `value`, each with its fields (R, heads, length, width)."""
-        return ((kind, tuple(b[n, :, :, :length] for b in self.buffers[layer])) for n, kind in enumerate(KINDS))
+        return zip(KINDS, zip(*(b[..., :length, :].unbind() for b in self.buffers[layer]), strict=True), strict=True)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows, in this order; a row named several times is copied."""
@@ -214,7 +214,7 @@ class Decoder:
         cache = self.cache_type(*shape, device, self.free)
         positions = torch.arange(prompts.shape[1], device=device).expand_as(prompts)
         last = (lengths - 1).to(device)
-        self.layers = [_Layer(layer) for layer in base.layers]
+        self.layers, self.norm = [_Layer(layer) for layer in base.layers], _norm(base.norm)
         return self._forward(prompts.to(device), positions, cache, last).to(prompts.device), cache
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
@@ -243,18 +243,18 @@ class Decoder:
             h = layer.mlp_norm(x)
             x += layer.mlp(h if layer.dense else h.view(*tokens.shape, -1)).view(x.shape)
         x = x if len(x) == len(tokens) else x[first + last]
-        return self.model.lm_head(base.norm(x)).float()
+        return self.model.lm_head(self.norm(x)).float()
 
     def _attend(self, number, layer: _Layer, h, places, cache, mask, bias, cos, sin) -> torch.Tensor:
         """Normed input h (R * T, hidden) -> attention (R * T, H * D) before its output projection."""
         module = layer.attention
         qkv = layer.qkv(h).view(*places.shape[:2], -1, self.head_dim)
         heads = qkv.shape[2] - 2 * self.heads
-        if hasattr(module, "q_norm"):
+        if layer.qk_norm:
             q, k, v = qkv.split((heads, self.heads, self.heads), dim=2)
             qkv = torch.cat((module.q_norm(q), module.k_norm(k), v), dim=2)
         rotate(qkv[:, :, : heads + self.heads], cos, sin)
-        cache.append(number, qkv[:, :, heads:].unflatten(2, (len(KINDS), self.heads)), places)
+        cache.append(number, qkv[:, :, heads:].view(*places.shape, self.head_dim), places)
         k, v = cache.read(number, mask.shape[-1])
         more = {"scaling": module.scaling, "bias": bias, "real": cache.real}
         out, _ = self.attention(module, qkv[:, :, :heads].transpose(1, 2), k, v, mask, **more)
@@ -267,6 +267,7 @@ class _Layer:
     def __init__(self, layer: nn.Module) -> None:
         self.attention, mlp = layer.self_attn, layer.mlp
         self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.qk_norm = hasattr(self.attention, "q_norm")
         self.qkv = fuse((self.attention.q_proj, self.attention.k_proj, self.attention.v_proj))
         self.out = fuse((self.attention.o_proj,))
         self.dense = hasattr(mlp, "gate_proj")  # else experts, whose routes are of interest for every token
@@ -274,11 +275,11 @@ class _Layer:
 
 
 def _gated(gate_up: Callable, module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    down = fuse((module.down_proj,))
+    down, act = fuse((module.down_proj,)), module.act_fn
 
     def mlp(h: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up(h).chunk(2, dim=-1)
-        return down(module.act_fn(gate).mul_(up))
+        return down(act(gate).mul_(up))
 
     return mlp
 
@@ -287,7 +288,8 @@ def _norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The module, or torch's function where it is the same to the last bit: transformers' RMSNorm in float32."""
     if module.weight.dtype != torch.float32 or not type(module).__name__.endswith("RMSNorm"):
         return module
-    return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    weight, shape, epsilon = module.weight, module.weight.shape, module.variance_epsilon
+    return lambda x: F.rms_norm(x, shape, weight, epsilon)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,9 @@ def encode_prompts(
     if isinstance(prompts, str) or len(prompts) == 0:
         raise ValueError(f"prompts is {prompts!r}; give a non-empty list of strings or of token id lists")
     texts = [p for p in prompts if isinstance(p, str)]
-    encoded = iter(tokenizer(texts, return_attention_mask=False).input_ids if texts else [])
+    encoded = iter(
+        tokenizer(texts, return_attention_mask=False, return_token_type_ids=False).input_ids if texts else []
+    )
     ids = [next(encoded) if isinstance(p, str) else _token_ids(i, p) for i, p in enumerate(prompts)]
     for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         if not tokens:
