@@ -8,10 +8,10 @@ Rounding to p significant bits without an FP8 instruction is Dekker's splitting:
 t - (t - y) is y rounded to nearest even with p bits. Below the smallest normal number the spacing is constant, and
 adding and subtracting 1.5 * 2^23 * spacing rounds to it.
 
-Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows over the caller and a small
-Python thread pool. That avoids numba's own threading layers, one of which aborts the process when two threads call it
-(a training thread beside a notebook's plots, say). Compiled code is cached on disk, so only the first call ever pays (2
-to 3 s; two environments with different numba versions over one checkout overwrite each other's cache).
+Threads: the compiled loop is serial and releases the GIL; large tensors are split by rows, which the caller and a small
+Python thread pool share. That avoids numba's own threading layers, one of which aborts the process when two threads
+call it (a training thread beside a notebook's plots, say). Compiled code is cached on disk, so only the first call ever
+pays (2 to 3 s; two environments with different numba versions over one checkout overwrite each other's cache).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8lab.formats import Float8Format
 from fp8lab.scales import ScaleRule
 
 _SPLIT_ABOVE = 1 << 20  # elements; below this a second thread costs more than it saves
+_PIECES = 8  # per thread, taken one by one: a thread that starts late or is held up leaves its own to the others
 _NO_CODES = np.empty((0, 1), np.uint8)
 _pool: ThreadPoolExecutor | None = None
 
@@ -206,15 +207,15 @@ def quantize_blocks(
     arrays = (values.numpy().view(np.int32), code_array, scale.numpy(), factor.numpy())
     array = x.detach().numpy()
     source = (array, array.view(np.int32))
-    threads = min(torch.get_num_threads(), grid[0])
-    if x.numel() < _SPLIT_ABOVE or threads == 1:
-        bad = _quantize(*source, 0, grid[0], *settings, *arrays)
-    else:
-        bounds = [int(bound) for bound in np.linspace(0, grid[0], threads + 1)]
-        jobs = [
-            _threads().submit(_quantize, *source, *bounds[i : i + 2], *settings, *arrays) for i in range(1, threads)
-        ]
-        bad = _quantize(*source, *bounds[:2], *settings, *arrays) + sum(job.result() for job in jobs)
+    threads = 1 if x.numel() < _SPLIT_ABOVE else min(torch.get_num_threads(), grid[0])
+    count = 1 if threads == 1 else min(_PIECES * threads, grid[0])
+    pieces = iter([(grid[0] * i // count, grid[0] * (i + 1) // count) for i in range(count)])
+
+    def work() -> int:
+        return sum(_quantize(*source, *piece, *settings, *arrays) for piece in pieces)
+
+    jobs = [_threads().submit(work) for _ in range(threads - 1)]
+    bad = work() + sum(job.result() for job in jobs if not job.cancel())  # cancelled: too late to take any
     return values, codes, scale, bad
 
 

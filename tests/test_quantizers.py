@@ -210,6 +210,23 @@ def test_two_threads_at_once():
     assert not errors
 
 
+def test_a_pool_that_is_busy_changes_nothing():
+    """The caller then does all of the work itself, and waits for nobody."""
+    x = sample("random", (4100, 257), 0)
+    x[0, 0], x[2050, 3], x[-1, -1] = float("nan"), float("inf"), float("nan")
+    want = BlockQuantizer((128, 128)).reference(x)[0]
+    free = threading.Event()
+    blockers = [kernels._threads().submit(free.wait, 60) for _ in range(kernels._threads()._max_workers)]
+    try:
+        torch.set_num_threads(2)
+        found = BlockQuantizer((128, 128)).quantize(x)
+        assert not any(job.done() for job in blockers)
+    finally:
+        free.set()
+        torch.set_num_threads(1)
+    assert found.same_bytes(want) and found.nonfinite == want.nonfinite == 3
+
+
 # ---- peers ------------------------------------------------------------------------------------------
 
 
