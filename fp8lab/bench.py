@@ -222,7 +222,7 @@ def goals_table(results: list[dict[str, Any]]) -> str:
         for g in result["goals"]:
             verdict = "met" if g["met"] else "**missed**"
             lines.append(f"| {result['bench']} | {g['goal']} | {g['measured']:.2f} | {g['limit']:.3g} | {verdict} |")
-    facts = [f"{results[0]['threads']} threads, torch {results[0]['torch']}"]
+    facts = [f"{results[0]['threads']} threads, {results[0]['instructions']}, torch {results[0]['torch']}"]
     for result in results:
         facts += [f"SQNR in dB: {_decibels(result)}"] if "sqnr_db" in result else []
         facts += [*map(peer_text, result.get("peers", [])), *result.get("facts", []), *result["not_measured"]]
@@ -243,6 +243,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 def machine(not_measured: list[str], peers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What a result says of where it was measured, beside whom (`peer`), and of what was not."""
     return {"backend": "emulated", "threads": torch.get_num_threads(), "torch": torch.__version__} | {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "peers": peers or [],
         "not_measured": not_measured,

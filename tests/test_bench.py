@@ -52,7 +52,13 @@ def test_goals_are_met_or_missed():
 
 
 def test_goals_go_between_the_marks_of_a_readme(tmp_path):
-    common = {"threads": 2, "torch": "2.13.0", "not_measured": ["vllm was not measured"], "facts": ["it took a while"]}
+    common = {
+        "threads": 2,
+        "instructions": "AVX2",
+        "torch": "2.13.0",
+        "not_measured": ["vllm was not measured"],
+        "facts": ["it took a while"],
+    }
     results = [{"bench": "x", "goals": [bench.goal("slow", 2, 1.5), bench.goal("fast", 1, 1.5)]} | common]
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench -->\nold\n<!-- end bench -->\nafter\n")
@@ -60,7 +66,7 @@ def test_goals_go_between_the_marks_of_a_readme(tmp_path):
     text = readme.read_text()
     assert text.startswith("before\n<!-- bench -->\n| benchmark") and text.endswith("\n<!-- end bench -->\nafter\n")
     assert "| x | slow | 2.00 | 1.5 | **missed** |\n| x | fast | 1.00 | 1.5 | met |" in text
-    assert "2 threads, torch 2.13.0; it took a while; vllm was not measured." in text and "old" not in text
+    assert "2 threads, AVX2, torch 2.13.0; it took a while; vllm was not measured." in text and "old" not in text
     with pytest.raises(ValueError, match="no lines '<!-- other -->'"):
         write_marked(readme, "other", "text")
 
@@ -87,9 +93,8 @@ def test_a_peer_is_named_with_versions_threads_and_settings():
     phrase = f"vllm 0.32.0 ({versions}) on 1 threads, enforce_eager=True"
     assert bench.peer_text(json.loads(json.dumps(found))) == phrase
     result = {"bench": "x", "goals": [], **bench.machine(["TRL was not measured"], [found])}
-    assert bench.goals_table([result]).endswith(
-        f"1 threads, torch {torch.__version__}; {phrase}; TRL was not measured."
-    )
+    machine = f"1 threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    assert bench.goals_table([result]).endswith(f"{machine}; {phrase}; TRL was not measured.")
 
 
 @pytest.mark.parametrize("what", ["quantize", "linear", "rollout", "step"])
