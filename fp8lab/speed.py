@@ -39,9 +39,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8lab import coverage
+from fp8lab.checks import require_count, require_positive
 from fp8lab.names import num_decoder_layers
 from fp8lab.precision import PrecisionPlan, Side
-from fp8lab.speed_numbers import DEFAULTS, GPU, GPUS, PARAMETERS, require_number
+from fp8lab.speed_numbers import DEFAULTS, GPU, GPUS, PARAMETERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            require_number(field.name, getattr(self, field.name), whole=not field.name.endswith("_tokens"))
+            if field.name.endswith("_tokens"):
+                require_positive(field.name, getattr(self, field.name), finite=True)
+            else:
+                require_count(field.name, getattr(self, field.name))
         for name in ("tensor_parallel", "expert_parallel"):
             if self.gpus % getattr(self, name):
                 raise ValueError(f"{self.gpus} gpus are no multiple of {name} {getattr(self, name)}; take a divisor")
@@ -154,7 +158,7 @@ def kv_capacity(
     ValueError: as `decode_step`.
     """
     p = _values(parameters)
-    require_number("tensor_parallel", tensor_parallel, whole=True)
+    require_count("tensor_parallel", tensor_parallel)
     _require_fp8(gpu, plan)
     weights = shape.weights(plan, "rollout")
     stored = weights.fp8 + 2 * (weights.bf16 + shape.other + shape.head)
@@ -182,9 +186,9 @@ def decode_step(
     ValueError if the plan needs FP8 tensor cores that the GPU lacks, or if a number is not > 0.
     """
     p = _values(parameters)
-    require_number("sequences", sequences)
-    require_number("context", context)
-    require_number("tensor_parallel", tensor_parallel, whole=True)
+    require_positive("sequences", sequences, finite=True)
+    require_positive("context", context, finite=True)
+    require_count("tensor_parallel", tensor_parallel)
     _require_fp8(gpu, plan)
     weights = shape.weights(plan, "rollout")
     bandwidth = gpu.bandwidth * p["bandwidth_share"] * tensor_parallel
@@ -328,9 +332,9 @@ def cost(
     1 - 1/1.48 = 32 % fewer GPU-hours.
     """
     for name, value in (("seconds", seconds), ("price", price), ("load", load)):
-        require_number(name, value, zero=True)
+        require_positive(name, value, zero=True, finite=True)
     for name, value in (("steps", steps), ("gpus", gpus)):
-        require_number(name, value, whole=True)
+        require_count(name, value)
     if load > 1:
         raise ValueError(f"load is {load!r}; it is a share of the GPU's greatest power, at most 1")
     hours = seconds * steps / 3600 * gpus
@@ -349,5 +353,6 @@ def _values(parameters: Mapping[str, float] | None) -> dict[str, float]:
     if unknown := sorted(set(parameters) - set(PARAMETERS)):
         raise ValueError(f"unknown parameters {unknown}; allowed: {', '.join(PARAMETERS)}")
     for name, value in parameters.items():
-        require_number(name, value, zero=PARAMETERS[name].unit.startswith(("s per", "quantization", "bytes moved")))
+        zero = PARAMETERS[name].unit.startswith(("s per", "quantization", "bytes moved"))
+        require_positive(name, value, zero=zero, finite=True)
     return {name: parameter.value for name, parameter in PARAMETERS.items()} | dict(parameters)

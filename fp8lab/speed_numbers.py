@@ -10,9 +10,9 @@ assumptions, and finds no other number in the equations.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from fp8lab.checks import require_positive
 from fp8lab.setting import HARDWARE
 
 
@@ -36,22 +36,13 @@ class GPU:
         if self.name not in HARDWARE:
             raise ValueError(f"no GPU {self.name!r} in setting.HARDWARE; allowed: {', '.join(HARDWARE)}")
         for name in ("bf16", "bandwidth", "watts"):
-            require_number(name, getattr(self, name))
-        require_number("fp8", self.fp8, zero=True)
+            require_positive(name, getattr(self, name), finite=True)
+        require_positive("fp8", self.fp8, zero=True, finite=True)
 
     @property
     def memory(self) -> float:
         """Bytes."""
         return HARDWARE[self.name].memory
-
-
-def require_number(name: str, value: object, *, zero: bool = False, whole: bool = False) -> None:
-    """ValueError unless value is a finite number > 0 (`zero`: or 0; `whole`: an int)."""
-    kinds = int if whole else int | float
-    fine = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not (fine and (value > 0 or (zero and value == 0))):
-        kind = "a whole number" if whole else "a finite number"
-        raise ValueError(f"{name} is {value!r}; it must be {kind} {'>= 0' if zero else '> 0'}")
 
 
 GPUS = {

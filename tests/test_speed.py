@@ -199,8 +199,8 @@ def test_an_a100_has_no_fp8(shapes, plan):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [(field.name, value, "must be") for field in dataclasses.fields(Workload) for value in (0, -1, float("nan"), "8")]
-    + [(name, 2.5, "whole number") for name in DEFAULTS if DEFAULTS[name].unit.startswith(("GPUs", "prompts"))]
-    + [("response_tokens", float("inf"), "finite"), ("prompts", True, "whole number")]
+    + [(name, 2.5, "integer") for name in DEFAULTS if DEFAULTS[name].unit.startswith(("GPUs", "prompts"))]
+    + [("response_tokens", float("inf"), "finite"), ("prompts", True, "integer")]
     + [
         ("tensor_parallel", 3, "no multiple"),
         ("expert_parallel", 64, "no multiple"),
