@@ -22,6 +22,9 @@ Shares of the prompts draw other random numbers: another number of processes is 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import importlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -35,6 +38,8 @@ from torch import nn
 from fp8lab.names import layer_index
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fp8lab.experiment import ExperimentConfig
     from fp8lab.rollout import Rollout
 
@@ -44,13 +49,30 @@ Items = TypeVar("Items", bound=Sequence)
 def join() -> None:
     """Join the processes that torchrun started; nothing to do in a process on its own."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not _joined():
+        importlib.import_module("torch.distributed.nn")  # later, this group would be its functions' default argument
         dist.init_process_group("gloo")
 
 
 def leave() -> None:
-    """Undo `join`, at the end of the program."""
+    """Undo `join`, at the end of the program, when no sharded model is used any more.
+
+    gloo's threads end with the last reference to their group, and torch's DTensor caches keep one in the mesh. A thread
+    that outlives the interpreter may let go of a tensor when that is gone, and then aborts the process.
+    """
     if _joined():
         dist.destroy_process_group()
+        if _mesh.cache_info().currsize:
+            getattr(_mesh(), "_pg_registry", {}).clear()
+            _mesh.cache_clear()
+        gc.collect()
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    """All processes in a row."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (size(),))
 
 
 def _joined() -> bool:
@@ -133,10 +155,9 @@ def shard(model: nn.Module) -> None:
 
     Make the optimizer afterwards: the parameters are new objects (DTensors).
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    mesh = init_device_mesh("cpu", (size(),))
+    mesh = _mesh()
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
     for name in names:
         if layer_index(name) is not None and layer_index(name.rpartition(".")[0]) is None:

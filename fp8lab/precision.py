@@ -174,9 +174,7 @@ class PrecisionPlan:
         if in_other_tower(name):
             return Decision(name, side, BF16_HEAD, "another tower than the language model's, for example vision")
         if layer is None:
-            return Decision(
-                name, side, BF16_HEAD, "outside the decoder layers (lm_head): BF16 operands, float32 output"
-            )
+            return Decision(name, side, BF16_HEAD, "outside the decoder layers: BF16 operands, float32 output")
         if is_router(name):
             return Decision(name, side, BF16_HEAD, "a router: small, and its choices are discrete")
         if not plan.linear.is_fp8:
