@@ -36,7 +36,7 @@ from fp8lab.checks import require_alike
 TOKEN_MODES = ("none", "is", "tis", "icepop")
 SEQUENCE_MODES = ("seq-mask-tis", "sequence-tis", "sequence-mask", "geometric")
 MODES = (*TOKEN_MODES, *SEQUENCE_MODES)
-UNBOUNDED = ("none", "is")
+WITHOUT_BOUNDS = ("none", "is")
 """Modes that ignore the bounds."""
 NEED_A_MINIMUM = {"icepop": "0.5 .. 5", "seq-mask-tis": "0.999 .. 1.002"}
 """Modes whose lower bound must be above 0, as in NeMo RL, with its reference bounds."""

@@ -140,7 +140,7 @@ def _model_note(config: ExperimentConfig) -> list[str]:
 
 def _correction(config: ExperimentConfig) -> translator.Setting:
     grpo = config.grpo
-    if grpo.importance_sampling in corrections.UNBOUNDED:
+    if grpo.importance_sampling in corrections.WITHOUT_BOUNDS:
         return translator.Setting(mode=grpo.importance_sampling)
     low, high = grpo.importance_sampling_min, grpo.importance_sampling_max
     return translator.Setting(mode=grpo.importance_sampling, low=low, high=high)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8lab.checks import require_choice, require_positive
-from fp8lab.corrections import MODES, check_bounds
+from fp8lab.corrections import MODES, WITHOUT_BOUNDS, check_bounds
 
 UNBOUNDED = 1e9
 """Stands for "no bound" where a framework wants a number: above exp(20), the largest ratio after clamping."""
@@ -92,7 +92,7 @@ class Setting:
     def grpo(self) -> dict[str, Any]:
         """The fields of GRPOConfig that set it; bounds only for modes that use them."""
         fields: dict[str, Any] = {"importance_sampling": self.mode}
-        if self.mode not in ("none", "is"):
+        if self.mode not in WITHOUT_BOUNDS:
             fields |= {"importance_sampling_min": self.low, "importance_sampling_max": self.high}
         return fields
 

@@ -209,7 +209,7 @@ class Decoder:
         """Read prompts (R, T), padded on the right, of these lengths (R,): logits (R, V) after each prompt's last
         token, and the cache, which has room for `columns` tokens a row."""
         base = self.model.model
-        device = base.embed_tokens.weight.device
+        device = self.cos.device
         shape = len(base.layers), len(prompts), self.heads, columns, self.head_dim
         cache = self.cache_type(*shape, device, self.free)
         positions = torch.arange(prompts.shape[1], device=device).expand_as(prompts)

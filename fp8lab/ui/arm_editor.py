@@ -24,7 +24,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fp8lab.corrections import MODES, UNBOUNDED
+from fp8lab.corrections import MODES, WITHOUT_BOUNDS
 from fp8lab.experiment import ExperimentConfig
 from fp8lab.models import resolve_model
 from fp8lab.operands import FP8, FP8_ATTENTION, AttentionPrecision
@@ -150,7 +150,7 @@ class ArmEditor:
     def config(self) -> ExperimentConfig:
         """`base()` with the plan and the correction as the controls have them; ValueError for what cannot be."""
         base, bounds = self._base(), list(self._given_bounds())
-        if self.mode.value not in UNBOUNDED:
+        if self.mode.value not in WITHOUT_BOUNDS:
             shown = (self.low.value, self.high.value)
             bounds = [old if new == min(old, LARGEST) else new for old, new in zip(bounds, shown, strict=True)]
         correction = dict(zip(CORRECTION, (self.mode.value, *bounds), strict=True))
@@ -180,7 +180,7 @@ class ArmEditor:
         """Disable every control, or only those that mean nothing now."""
         self._busy = busy
         unused = [control for side in self.sides.values() for control in side.unused()]
-        unused += [self.low, self.high] if self.mode.value in UNBOUNDED else []
+        unused += [self.low, self.high] if self.mode.value in WITHOUT_BOUNDS else []
         for control in self.controls():
             control.disabled = busy or control in unused
 
@@ -199,4 +199,4 @@ class ArmEditor:
 def correction_text(config: ExperimentConfig) -> str:
     """A config's correction in a few words: `tis 0 .. 2`."""
     mode, low, high = (getattr(config.grpo, name) for name in CORRECTION)
-    return mode if mode in UNBOUNDED else f"{mode} {low:g} .. {high:g}"
+    return mode if mode in WITHOUT_BOUNDS else f"{mode} {low:g} .. {high:g}"
